@@ -50,6 +50,7 @@ def failures(readers: list[fuzz.Fuzzed]) -> list[tuple[str, str, bytes]]:
     ]
 
 
+@pytest.mark.slow
 def test_corpus_and_new_inputs(folder):
     """In each batch come first the valid samples and the corpus, then mutations."""
     readers = fuzz.fuzz(list(READERS), 2.0, 0, folder)
@@ -177,6 +178,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_pipes_devices_and_folders_in_place_of_files(folder, monkeypatch, name):
     """Each is an error, or ignored; none is waited for, or read without end."""

@@ -78,6 +78,7 @@ def test_a_part_ends_at_its_time_limit(script, tmp_path):
     assert archived(tmp_path)["first.md"] == "begun\n"
 
 
+@pytest.mark.slow
 def test_what_is_cut_off_leaves_its_results(script, tmp_path):
     """Killed with everything in it, as where time is up."""
     process = script("first", SLOW="yes")

@@ -18,6 +18,7 @@ PAGES = "".join(path.read_text() for path in sorted(IMAGES.parent.rglob("*.md"))
 SLOW = {"step_memory"}  # two traces of sixteen blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in PICTURES]
 )

@@ -91,6 +91,7 @@ def wheel(sdist, tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_the_program_and_nothing_else(wheel):
     found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "titanlite").rglob("*.py")}
@@ -110,6 +111,7 @@ def test_the_wheel_holds_the_package_the_program_and_nothing_else(wheel):
     assert not (ROOT / "titanlite/program").exists()
 
 
+@pytest.mark.slow
 def test_it_trains_from_an_empty_folder(wheel, tmp_path, text_file):
     target, folder = tmp_path / "installed", tmp_path / "empty"
     folder.mkdir()

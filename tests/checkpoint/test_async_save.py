@@ -96,6 +96,7 @@ def train_with_failures(arguments: list[str], times: int, step: int) -> tuple[st
         return f"SaveError: {error}", since[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_failed_save_is_tried_again(pool, arguments, tmp_path, mode):
     run = [
@@ -111,6 +112,7 @@ def test_a_failed_save_is_tried_again(pool, arguments, tmp_path, mode):
     assert list_steps(tmp_path / "debug/checkpoints") == [2, 4, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_save_that_fails_for_good_ends_the_run_on_all_processes(pool, arguments, tmp_path, mode):
     run = [
@@ -147,6 +149,7 @@ def train_with_slow_writes(
     return train_run(arguments), times
 
 
+@pytest.mark.slow
 def test_one_save_at_a_time_and_the_end_waits_for_the_last(pool, arguments, tmp_path):
     run = [
         *arguments,
@@ -190,6 +193,7 @@ def train_and_ask(arguments: list[str], folder: Path) -> int:
     return train_run(arguments)
 
 
+@pytest.mark.slow
 def test_a_file_named_save_asks_for_a_checkpoint(pool, arguments, tmp_path):
     assert pool.run(2, train_and_ask, arguments, tmp_path / "debug") == [0, 0]
     assert list_steps(tmp_path / "debug/checkpoints") == [3, 6]
@@ -211,6 +215,7 @@ def train_with_a_clock(arguments: list[str]) -> int:
     return train_run(arguments)
 
 
+@pytest.mark.slow
 def test_minutes_are_counted_by_one_clock(pool, arguments, tmp_path):
     run = [*arguments, "--checkpoint.freq_minutes=1", "--training.steps=20", "--validation.freq=0"]
     assert pool.run(2, train_with_a_clock, [*run, "--checkpoint.keep=0"]) == [0, 0]

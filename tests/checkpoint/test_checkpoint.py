@@ -126,6 +126,7 @@ def test_any_layout_loads_any_other_bit_by_bit(pool, tmp_path, llama, before, af
         assert torch.equal(found[name], saved[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("llama", "before", "after"),
     [

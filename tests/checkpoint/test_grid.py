@@ -95,6 +95,7 @@ def test_a_tensor_of_no_dimensions_has_one_cell_and_an_empty_one_none():
     assert grid_of((0, 4), [Box("f", (0, 0), (0, 4))]) == Grid(((0,), (0, 4)), ())
 
 
+@pytest.mark.slow
 def test_offsets_whose_hashes_collide_cost_nothing():
     """20,000 of them in a dict take a minute: each is compared with all others."""
     # Of the hash of tuples in CPython

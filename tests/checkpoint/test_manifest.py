@@ -107,6 +107,7 @@ def test_a_manifest_that_could_not_be_read_again_is_not_written(step, monkeypatc
         to_text(manifest)
 
 
+@pytest.mark.slow
 def test_every_flipped_byte_is_found(step):
     chance, files = random.Random(0), sorted(step.iterdir())
     sizes = [path.stat().st_size for path in files]

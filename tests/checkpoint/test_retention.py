@@ -164,6 +164,7 @@ def test_a_number_that_is_not_finite_is_found(dtype, value):
     assert is_finite(torch.tensor([1, 2]))
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_newest_every_nth_and_the_best(pool, arguments, tmp_path):
     keeping = [
         "--checkpoint.freq=1",

@@ -67,6 +67,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "tied"), LAYOUTS, ids=str)
 def test_each_part_is_written_once_and_replicas_share_the_work(pool, parallel, tied):
     results = pool.run(4, planned, parallel, tied)
@@ -115,6 +116,7 @@ def stock(folder: Path) -> None:
             ), key
 
 
+@pytest.mark.slow
 def test_torch_distributed_checkpoint_saves_and_loads_the_same_states(pool, tmp_path):
     pool.run(2, stock, tmp_path / "stock")
 

@@ -291,6 +291,7 @@ def test_a_key_that_was_removed_is_accepted_where_it_did_nothing(tmp_path):
         load_config([str(path)])
 
 
+@pytest.mark.slow
 def test_thousands_of_unknown_keys_take_seconds_not_minutes():
     """The time grows with their number, not with its square."""
     seconds = []

@@ -50,6 +50,7 @@ def assert_same_compression(size: int, num_tokens: int) -> None:
     assert abs(counts[0] / counts[1] - 1) < 0.005, counts
 
 
+@pytest.mark.slow
 def test_both_trainers_compress_alike():
     assert_same_compression(400_000, 800)
 

@@ -162,6 +162,7 @@ def global_batches(order: Samples, world: int, start: int, steps: int) -> torch.
     return torch.cat(found)
 
 
+@pytest.mark.slow
 def test_global_batches_are_the_same_for_any_number_of_processes():
     """Also stopped and resumed with other numbers: over 10,000 samples, which are several epochs of
     a source.

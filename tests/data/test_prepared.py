@@ -58,6 +58,7 @@ for section in (DataConfig(path=paths[0]), DataConfig(sources=tuple(map(SourceCo
 """
 
 
+@pytest.mark.slow
 def test_prepared_folders_are_opened_and_verified_without_tools(tmp_path):
     folders = []
     for name in ("a.txt", "b.txt"):

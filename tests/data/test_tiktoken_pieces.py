@@ -38,6 +38,7 @@ def test_shorter_runs_are_not_cut():
     assert list(pieces(text)) == [text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", PATTERNS)
 def test_cutting_changes_no_id(style, monkeypatch):
     tokenizer, text = Tokenizer("x", trained(style).encode()), mixed_text(100_000, seed=5)

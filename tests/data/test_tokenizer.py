@@ -53,6 +53,7 @@ def test_bundled_tokenizer_has_4096_tokens_and_16_special_ones():
     )
 
 
+@pytest.mark.slow
 def test_llama3_ids_of_special_tokens(tmp_path):
     """A file of 128,000 ranks gets Llama 3's 256: begin 128000, end 128001, eot 128009, 128256 ids
     in all.
@@ -77,6 +78,7 @@ def test_llama3_ids_of_special_tokens(tmp_path):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", [" " * 1_100_000, "a" * 1_100_000, "\n" * 1_100_000, "=" * 1_100_000, "ab " * 400_000]
 )

@@ -110,6 +110,7 @@ def exactly(path: Path) -> Encoding:
     return convert(found, *parse(found, content), MAX_TOKEN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ignore_merges", [False, True])
 def test_merges_in_any_order_are_converted_exactly_or_refused(tmp_path, ignore_merges):
     """Every word of up to 7 letters, and longer ones, for merge lists drawn at random."""

@@ -36,6 +36,7 @@ def entry(content: str, **flags: bool) -> dict[str, Any]:
     return {"content": content, "special": True, "normalized": False, **flags}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", CLASSES)
 def test_ids_are_those_of_the_class(tmp_path, style):
     folder = write_vocab(tmp_path, style, tokenizer_config={"tokenizer_class": CLASSES[style]})

@@ -84,6 +84,7 @@ def train_and_try_to_lock(arguments: list[str], folder: Path) -> list[bool]:
     return free
 
 
+@pytest.mark.slow
 def test_a_run_holds_its_folder_as_long_as_it_trains(pool, arguments, tmp_path):
     assert pool.run(1, train_and_try_to_lock, arguments, tmp_path / "debug") == [[False] * 6]
 

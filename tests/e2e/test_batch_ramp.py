@@ -26,6 +26,7 @@ def ramped(arguments):
     return [*arguments, *RAMP]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "layout"),
     [
@@ -62,6 +63,7 @@ def test_every_count_follows_the_sizes(whole_run):
         )
 
 
+@pytest.mark.slow
 def test_the_remaining_time_is_that_of_the_remaining_tokens(whole_run):
     """At the speed so far, without the first step once there is another one."""
     folder = whole_run(*RAMP, "--validation.freq=0")
@@ -74,6 +76,7 @@ def test_the_remaining_time_is_that_of_the_remaining_tokens(whole_run):
     assert shown == [duration(seconds) for seconds in expected]
 
 
+@pytest.mark.slow
 def test_resume_in_the_middle_at_another_size(pool, ramped, whole_run, tmp_path):
     """4 processes, then 1, then 2: the samples of each step are those of a run that was never
     stopped.
@@ -106,6 +109,7 @@ def test_resume_in_the_middle_is_bit_identical(pool, ramped, whole_run, tmp_path
     assert curve(tmp_path / "debug") == curve(whole_run(*RAMP))
 
 
+@pytest.mark.slow
 def test_sizes_that_do_not_fit_the_processes_are_refused_at_each_start(pool, arguments, tmp_path):
     run = [
         *arguments,
@@ -122,6 +126,7 @@ def test_sizes_that_do_not_fit_the_processes_are_refused_at_each_start(pool, arg
         pool.run(4, train_run, [*run, "--training.steps=3"])
 
 
+@pytest.mark.slow
 def test_a_ramp_may_begin_on_resuming_but_not_in_the_past(pool, arguments, tmp_path):
     run = [*arguments, "--validation.freq=0"]
     assert pool.run(1, train_run, [*run, "--training.steps=3"]) == [0]

@@ -42,6 +42,7 @@ def branch(arguments, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_decay_from_a_stable_run_equals_a_run_that_had_it_from_the_start(
     pool, arguments, branch, tmp_path
 ):
@@ -80,6 +81,7 @@ def test_a_decay_from_a_stable_run_equals_a_run_that_had_it_from_the_start(
     )
 
 
+@pytest.mark.slow
 def test_a_branch_may_have_another_layout_but_not_another_model(pool, arguments, branch, tmp_path):
     assert pool.run(1, train_run, [*arguments, *STABLE, "--training.steps=4"]) == [0]
     assert pool.run(2, train_run, branch) == [0, 0]

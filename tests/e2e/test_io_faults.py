@@ -38,6 +38,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.slow
 def test_a_sample_of_faults(tmp_path):
     """In one process, because importing torch takes longer than all cases."""
     results = preloaded("io_campaign", "fail_sample", str(tmp_path), SAMPLE)
@@ -58,6 +59,7 @@ def test_faults(tmp_path, function, name):
     assert result["cases"] >= (min(sample, result["calls"]) or result["calls"])
 
 
+@pytest.mark.slow
 def test_faults_hit_the_requested_call(tmp_path):
     """Otherwise the tests above would pass without any fault."""
     full, broken = "No space left on device", "Input/output error"

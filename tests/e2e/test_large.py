@@ -51,6 +51,7 @@ CLUSTERS = [  # flavor, processes, options, parameters of the whole model
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flavor", "processes", "options", "parameters"), CLUSTERS)
 def test_every_parameter_of_a_large_model_is_held_once(
     pool, flavor, processes, options, parameters

@@ -129,6 +129,7 @@ def test_the_loss_of_padded_batches_does_not_depend_on_their_division(pool, mixe
     )
 
 
+@pytest.mark.slow
 def test_changed_sources_are_named_and_later_phases_may_change(pool, mixed, tmp_path):
     run = [*mixed, "--training.steps=2", "--validation.freq=0"]
     assert pool.run(1, train_run, run) == [0]

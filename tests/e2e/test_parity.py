@@ -99,6 +99,7 @@ def test_debug_flavor_for_20_steps(pool, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_accumulation_does_not_change_the_numbers(whole_run):
     eight, one = (curve(whole_run(f"--training.local_batch_size={size}")) for size in (1, 8))
     for step, values in eight.items():

@@ -116,6 +116,7 @@ def test_two_nodes_restart_together(saving_run, tmp_path, whole, node):
     assert curve(tmp_path / "debug") == whole
 
 
+@pytest.mark.slow
 def test_a_launcher_that_waits_for_other_nodes_can_be_stopped(saving_run):
     """Its processes wait in code that runs no signal handlers."""
     port = str(random.randrange(20_000, 30_000))

@@ -37,6 +37,7 @@ def test_sigterm_and_resume_is_bit_identical(pool, arguments, tmp_path, processe
     assert stopped == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "low",
     [
@@ -65,6 +66,7 @@ def test_resume_in_low_precision_is_bit_identical(pool, arguments, tmp_path, low
     )
 
 
+@pytest.mark.slow
 def test_resume_with_muon_clipping_by_unit_and_z_loss_is_bit_identical(pool, arguments, tmp_path):
     """Also with a group; and what a resumed run may not change, or only by name."""
     (tmp_path / "groups.toml").write_text('[[optimizer.groups]]\npattern = "tok_*"\nlr = 1e-4\n')
@@ -133,6 +135,7 @@ def test_resume_in_another_layout(
         assert stopped[step] == pytest.approx(whole[step], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_pipeline_ends_with_a_sample(pool, arguments, tmp_path):
     """No process holds the whole model: it comes from the checkpoint, and is what a run on one
     process ends with.
@@ -209,6 +212,7 @@ def test_config_that_contradicts_the_checkpoint_names_the_keys(pool, arguments, 
         pool.run(1, train_run, [*arguments, f"--data.path={other}"])
 
 
+@pytest.mark.slow
 def test_changes_are_accepted_by_name_and_then_are_the_runs_own(pool, arguments, tmp_path):
     changed = [
         *arguments,
@@ -254,6 +258,7 @@ def train_with_a_bad_step(bad: int, arguments: list[str], rate: float = 1e30) ->
         return train_run(arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "validation"),
     [("disabled", 1), pytest.param("disabled", 0, marks=pytest.mark.slow), ("async", 0)],
@@ -286,6 +291,7 @@ def test_one_bad_step_does_not_cost_the_last_good_checkpoint(
     assert curve(tmp_path / "debug") == curve(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("validation", [0, 1])
 def test_weights_that_are_useless_but_trainable_do_not_cost_the_last_plausible_checkpoint(
     pool, arguments, tmp_path, validation
@@ -307,6 +313,7 @@ def test_weights_that_are_useless_but_trainable_do_not_cost_the_last_plausible_c
     assert list_steps(folder) == [7, 8]
 
 
+@pytest.mark.slow
 def test_a_run_that_always_diverges_renames_few_checkpoints(pool, arguments, tmp_path):
     """Something else is the cause then, and the others stay, although they too were proven."""
     folder = tmp_path / "debug/checkpoints"
@@ -336,6 +343,7 @@ def steps_and_others(folder) -> tuple[list[int], set[str]]:
     return list_steps(folder), {path.name for path in folder.iterdir() if "." in path.name}
 
 
+@pytest.mark.slow
 def test_going_back_and_back_again(pool, arguments, tmp_path):
     """The same command resumes from what it has saved since; later steps of other commands are
     renamed.
@@ -399,6 +407,7 @@ def test_a_checkpoint_that_is_not_finite_is_renamed(pool, arguments, tmp_path):
     assert curve(tmp_path / "debug") == whole
 
 
+@pytest.mark.slow
 def test_going_back_survives_the_deletion_of_the_step(pool, arguments, tmp_path):
     run = [*arguments, "--checkpoint.freq=1", "--checkpoint.keep=2", "--validation.freq=0"]
     assert pool.run(1, train_run, [*run, "--training.steps=3"]) == [0]

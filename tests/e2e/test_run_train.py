@@ -154,6 +154,7 @@ def test_a_signal_to_every_process_at_once_saves(slow_arguments, tmp_path):
     assert len(list((tmp_path / "debug").glob("checkpoints/step-*"))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_workers_leave_when_their_launcher_is_killed(slow_arguments, tmp_path, processes):
     process = start([*slow_arguments, "--training.steps=100000"], NGPU=processes)
@@ -189,6 +190,7 @@ def test_folder_that_cannot_be_written_is_one_error(arguments, tmp_path):
     assert "restarting" not in output
 
 
+@pytest.mark.slow
 def test_a_closed_console_stops_nothing(arguments, tmp_path):
     command = f"{ROOT}/run_train.sh {' '.join(arguments)} 2>&1 | head -1"
     result = subprocess.run(
@@ -270,6 +272,7 @@ def test_two_nodes(arguments, tmp_path):
     assert len(curve(tmp_path / "debug")) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "fact"),
     [

@@ -84,6 +84,7 @@ def watch(process: subprocess.Popen, until: Callable[[], bool]) -> set[str]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "processes",
     [pytest.param("1", marks=pytest.mark.slow), "2", pytest.param("4", marks=pytest.mark.slow)],

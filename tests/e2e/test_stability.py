@@ -86,6 +86,7 @@ def ask_with_nan(arguments: list[str], folder: Path) -> str:
         return run_with_nan(arguments, 0, "loss")[2]
 
 
+@pytest.mark.slow
 def test_a_save_requested_in_a_step_that_is_rolled_back_is_done_in_the_next(
     pool, arguments, tmp_path
 ):
@@ -123,6 +124,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "victim", "where"), CASES, ids=str)
 def test_all_ranks_skip_the_step_of_one(pool, arguments, tmp_path, layout, victim, where):
     """Parameters, moments and step counts are the same bits after it on all ranks; the other steps
@@ -211,6 +213,7 @@ def test_rolled_back_and_the_samples_are_not_seen_again(pool, arguments, tmp_pat
     assert curve(tmp_path / "other") == curve(tmp_path / "debug")
 
 
+@pytest.mark.slow
 def test_a_branch_and_a_copied_checkpoint_exclude_the_same_samples(pool, arguments, tmp_path):
     """Also after the branch has saved and resumed itself: step 7 begins with position 48, which is
     sample 56.
@@ -250,6 +253,7 @@ def measured(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_what_is_not_in_the_checkpoint_starts_anew_in_a_rollback(pool, arguments, tmp_path):
     """After it, the average has followed steps 5 to 8 only, as in a run that resumes from step 4
     with these samples.
@@ -300,6 +304,7 @@ def read_late(arguments: list[str], delays: list[int]) -> tuple[list[int], list[
         return run_with_nan(arguments, 0, "loss", 41)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("delays", "withheld"),
     [([1, 3], [6, 7]), pytest.param([9, 9], [6, 7, 8], marks=pytest.mark.slow)],
@@ -326,6 +331,7 @@ def test_ranks_that_read_late_act_in_the_same_step(pool, arguments, tmp_path, de
     assert list_steps(tmp_path / "debug/checkpoints") == [4, 8, 10]
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_at_the_step_of_one(pool, arguments, tmp_path):
     run = [*arguments, *QUIET, "--stability.threshold=1e9"]
     errors = {
@@ -354,6 +360,7 @@ def killed_in_the_rollback(arguments: list[str]) -> str:
             return str(error)
 
 
+@pytest.mark.slow
 def test_a_rollback_survives_a_kill(pool, arguments, tmp_path):
     run = [*arguments, *QUIET, "--stability.action=rollback"]
     assert pool.run(2, run_with_nan, [*run, "--run.name=whole"], 0, "loss")[0][2] == ""
@@ -403,6 +410,7 @@ def test_rollbacks_are_limited_and_a_checkpoint_that_is_the_cause_is_renamed(
     assert list_steps(tmp_path / "debug/checkpoints") == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_command_that_always_diverges_is_refused(pool, arguments, tmp_path):
     """A supervisor that starts it again and again trains in vain five times, then gets exit code 2
     at once.

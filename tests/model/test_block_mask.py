@@ -31,6 +31,7 @@ def number_documents(seq_len: int, seed: int = 0, rows: int = 2) -> torch.Tensor
     ).cumsum(dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seq_len", "start", "end"),
     [
@@ -106,6 +107,7 @@ def gradients(model, seed: int) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "compiled"),
     [

@@ -62,6 +62,7 @@ def test_too_long_is_refused():
         list(generate(small_model(seq_len=8), [1, 2, 3, 4], 5, **options()))
 
 
+@pytest.mark.slow
 def test_top_k_and_temperature():
     logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
     generator = torch.Generator().manual_seed(0)
@@ -160,6 +161,7 @@ def batched(model: Llama, rows: list[Row], **options) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", ODD)
 def test_a_batch_gives_each_row_the_text_that_it_has_alone(name, temperature):

@@ -213,6 +213,7 @@ def on_a_terminal(command: list[str], **more: str) -> str:
     return b"".join(parts).decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [["train.py"], pytest.param(["-m", "titanlite", "train"], marks=pytest.mark.slow)],

@@ -113,6 +113,7 @@ RAMP = TrainingConfig(
 NEVER = ValidationConfig()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("training", "validation", "checkpoint", "times"),
     [

@@ -96,6 +96,7 @@ def train_on_a_full_disk(arguments: list[str]) -> int:
         return train_run(arguments)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_no_run_and_no_line_is_missing(pool, arguments, tmp_path):
     assert pool.run(1, train_on_a_full_disk, [*arguments, "--validation.freq=0"]) == [0]
     assert list(curve(tmp_path / "debug")) == [1, 2, 3, 4, 5, 6]
@@ -109,6 +110,7 @@ def test_a_full_disk_ends_no_run_and_no_line_is_missing(pool, arguments, tmp_pat
         assert log.count(text) == 1, log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["metrics.jsonl", "log.txt", "config.toml"])
 def test_a_folder_in_the_place_of_a_file_is_one_error(pool, arguments, tmp_path, name):
     (tmp_path / "debug" / name).mkdir(parents=True)

@@ -22,6 +22,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "traces").iterdir())
 
 
+@pytest.mark.slow
 def test_a_recording_may_begin_with_the_first_step(pool, arguments, tmp_path):
     scheduled = ["--profiling.enabled", "--profiling.freq=2", *STEPS, "--training.steps=4"]
     assert pool.run(1, train_run, [*arguments, *scheduled]) == [0]
@@ -29,6 +30,7 @@ def test_a_recording_may_begin_with_the_first_step(pool, arguments, tmp_path):
     assert traces == ["step-2-rank-0.json.gz", "step-4-rank-0.json.gz"]
 
 
+@pytest.mark.slow
 def test_traces_are_written_for_each_rank(pool, arguments, tmp_path):
     scheduled = ["--profiling.enabled", "--profiling.freq=3", *STEPS]
     assert pool.run(2, train_run, [*arguments, *scheduled]) == [0, 0]
@@ -63,6 +65,7 @@ def run_and_ask(arguments: list[str], folder: Path, step: int) -> int:
         TrainStream.next_step = original
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["all", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_file_requests_a_profile_which_changes_no_loss(pool, arguments, tmp_path, ranks):
     assert pool.run(2, train_run, [*arguments, "--run.name=whole"]) == [0, 0]
@@ -76,6 +79,7 @@ def test_a_file_requests_a_profile_which_changes_no_loss(pool, arguments, tmp_pa
     assert curve(tmp_path / "debug") == curve(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_recording_that_the_end_of_the_run_cuts_short_is_written(pool, arguments, tmp_path):
     assert pool.run(
         1, run_and_ask, [*arguments, "--profiling.active_steps=50"], tmp_path / "debug", 2
@@ -99,6 +103,7 @@ def run_and_ask_again(arguments: list[str], folder: Path) -> int:
         TrainStream.next_step = original
 
 
+@pytest.mark.slow
 def test_a_recording_counts_its_own_steps_and_a_second_request_gets_an_answer(
     pool, arguments, tmp_path
 ):

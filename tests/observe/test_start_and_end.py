@@ -40,6 +40,7 @@ def test_a_run_writes_its_events_and_names_its_report_last(pool, arguments, tmp_
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [

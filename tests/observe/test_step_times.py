@@ -66,6 +66,7 @@ LAYOUTS = {
 SLOW = ("tp2", "cp2", "tp2, compiled")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(layout, marks=pytest.mark.slow if layout in SLOW else []) for layout in LAYOUTS],
@@ -171,6 +172,7 @@ def test_each_phase_gets_its_own_time(pool, arguments, tmp_path):
     assert slow["step_seconds"] < sum(DELAYS.values()) + fast["step_seconds"] + BUSY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "rank", "phase"),
     [

@@ -130,6 +130,7 @@ def waited_for_the_other(operation: Any) -> tuple[int, float, float, int]:
     return recorder.count, recorder.seconds, time.perf_counter() - started, ticks.count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
 def test_waiting_for_a_late_rank_is_seen(pool, operation):
     """Whichever way it waits, also where the operation was compiled before waits were timed."""

@@ -159,6 +159,7 @@ def saved(run: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.read() for name, tensor in others.items() if name.startswith("ema.")}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_the_average(pool, constant, tmp_path):
     """Bit by bit in the same layout, and to rounding in another one; its loss is validated."""
     whole, resumed = (

@@ -223,6 +223,7 @@ SHORT = [
 SHORT += ["--validation.freq=0", "--model.num_layers=1", "--training.loss_scale_growth=2"]
 
 
+@pytest.mark.slow
 def test_resume_is_bit_exact_through_overflows(pool, arguments, tmp_path):
     run = [*arguments, *SHORT, "--training.loss_scale=16777216", "--training.steps=8"]
     assert pool.run(2, train_run, [*run, "--run.name=whole"]) == [0, 0]

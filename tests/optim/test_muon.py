@@ -102,6 +102,7 @@ def stepped(
     }, number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("llama", "parallel"),
     [

@@ -14,6 +14,7 @@ from titanlite.optim.optimizer import build_optimizer
 OFFLOAD = "--parallel.optimizer_offload"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "more"),
     [

@@ -58,6 +58,7 @@ def healthy(steps: int, seed: int) -> tuple[Tensor, Tensor]:
     return losses, (0.3 + 0.7 * fall) * torch.exp(0.2 * torch.randn(steps, generator=generator))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_ten_spikes_in_two_thousand_noisy_losses(seed):
     """Five of the loss, five of the norm; all are found, and at most one healthy step is taken for

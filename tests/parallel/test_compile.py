@@ -37,6 +37,7 @@ def test_compiled_blocks_give_the_same_gradients_and_compile_once(mode):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "three blocks, one graph"
 
 
+@pytest.mark.slow
 def test_both_graphs_of_a_block_are_compiled_for_async_tp(monkeypatch):
     """On CUDA the backward runs, and is compiled, in another thread than the forward."""
     from functorch.compile import make_boxed_func

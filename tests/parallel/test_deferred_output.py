@@ -33,6 +33,7 @@ def most_bytes(parallel: dict[str, int], num_chunks: int) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axis", [*(pytest.param(a, marks=pytest.mark.slow) for a in ("dp_shard", "cp")), "tp", "pp"]
 )

@@ -134,6 +134,7 @@ def train_and_count(arguments: list[str]) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 def test_a_run_has_the_same_losses_on_two_ranks_although_steps_and_ranks_have_different_numbers_of_targets(
     pool, arguments, tmp_path
 ):

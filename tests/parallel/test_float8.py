@@ -187,6 +187,7 @@ def test_linear_layers_of_the_blocks_are_replaced_but_for_those_skipped(caplog):
     assert 1e-4 < float((plain - eight).norm() / plain.norm()) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_it_compiles_with_recomputation_to_one_graph_and_the_same_numbers(mode):
     """In the order of `parallelize`; rounding is the same, so gradients are as close as fp32's."""

@@ -119,6 +119,7 @@ def masked_by_hand() -> dict[str, torch.Tensor]:
     return loss_and_gradients(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compiled", "mode"),
     [
@@ -371,6 +372,7 @@ def test_a_run_under_tensor_parallel_goes_on_in_any_layout(pool, arguments, base
     assert losses[0][5] < losses[0][0]
 
 
+@pytest.mark.slow
 def test_a_run_with_dropout_resumes_to_the_same_bits(pool, arguments, base_run, tmp_path):
     """2 + 2 steps as 4 at once. PEFT's files name the dropout."""
     from titanlite.tools.formats.convert import convert

@@ -89,6 +89,7 @@ def compiled_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 def test_all_blocks_share_one_compiled_graph(pool):
     assert pool.run(1, compiled_graphs) == [1]
 

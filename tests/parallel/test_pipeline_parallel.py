@@ -48,6 +48,7 @@ def train_without_objects(schedules: list[str]) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_stages_unpickle_nothing(pool):
     """The shapes of what they send are given to them; no message can make them ask each other for
     objects.

@@ -97,8 +97,10 @@ def compare_with_itself(*arguments):
         (measure, f"dp_shard=2,{WHOLE}", True),
         pytest.param(measure, f"pp=2,{WHOLE}", True, marks=pytest.mark.slow),
         (forget_the_sum_over_cp, f"cp=2,{DPO}", False),
-        (number_answers_of_the_part, f"dp_shard=2,{DPO}", False),
-        (keep_the_adapters, f"dp_shard=2,{DPO}", False),
+        pytest.param(
+            number_answers_of_the_part, f"dp_shard=2,{DPO}", False, marks=pytest.mark.slow
+        ),
+        pytest.param(keep_the_adapters, f"dp_shard=2,{DPO}", False, marks=pytest.mark.slow),
         (compare_with_itself, f"dp_shard=2,{WHOLE}", False),
     ],
 )
@@ -141,6 +143,7 @@ def pair_arguments(options: list[str], data: Path, base: Path, folder: Path) -> 
     return [*run, "--schedule.name=constant", "--optimizer.lr=1e-2", "--validation.samples=0"]
 
 
+@pytest.mark.slow
 def test_a_run_learns_which_answer_is_chosen(pool, options, data, whole_run, tmp_path):
     run = pair_arguments(options, data, whole_run(), tmp_path)
     # On two processes each half, a third of it resumed on one
@@ -191,6 +194,7 @@ def test_without_adapters_the_reference_is_a_frozen_copy(pool, options, data, wh
     assert of_model == [name for name in model if name.startswith("model.")]
 
 
+@pytest.mark.slow
 def test_an_average_does_not_change_the_rewards_of_validation(
     pool, options, data, whole_run, tmp_path
 ):

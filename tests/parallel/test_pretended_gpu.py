@@ -172,13 +172,15 @@ def one_step(guard: Path, config: Config, llama, device: torch.device = GPU) -> 
     ("sections", "llama"),
     [
         ([], {}),
-        ([dataclasses.replace(TRAINING, compute_dtype="float32")], {}),
-        ([], {"tied_embeddings": True}),
-        ([RecomputeConfig(mode="full")], {}),
+        pytest.param(
+            [dataclasses.replace(TRAINING, compute_dtype="float32")], {}, marks=pytest.mark.slow
+        ),
+        pytest.param([], {"tied_embeddings": True}, marks=pytest.mark.slow),
+        pytest.param([RecomputeConfig(mode="full")], {}, marks=pytest.mark.slow),
         ([RecomputeConfig(mode="selective")], {}),
         ([Float8Config(enabled=True, emulate=True)], {}),
         ([OptimizerConfig("muon", clip="agc"), LossConfig(z_loss=1e-4)], {}),
-        ([DataConfig(document_mask=True)], {}),
+        pytest.param([DataConfig(document_mask=True)], {}, marks=pytest.mark.slow),
         # Heads of 16 numbers, which FlexAttention supports
         ([DataConfig(document_mask=True)], {"dim": 64}),
     ],
@@ -201,6 +203,7 @@ def test_a_step_stays_on_the_gpu(pool, guard, sections, llama):
     pool.run(1, one_step, guard, Config(**given), dataclasses.replace(SMALL, **llama))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "llama"),
     [

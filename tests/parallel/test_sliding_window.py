@@ -93,8 +93,6 @@ LAYOUTS = [{}, {"tp": 2}, {"cp": 2}, ULYSSES, {"pp": 2}]
 FAST = [
     ({}, LLAMA, False, True, True),
     ({"cp": 2}, SOME, True, False, False),
-    ({"cp": 2}, SOME, False, True, False),
-    (ULYSSES, LLAMA, False, False, False),
     ({"pp": 2}, SOME, False, False, False),
     ({"tp": 2}, LLAMA, False, False, False),
 ]
@@ -108,6 +106,7 @@ SLOW = [
     if case not in FAST
 ]
 SLOW.append(({"pp": 2}, SOME, False, False, True))
+SLOW.append(({"cp": 2}, SOME, False, True, False))
 
 
 @pytest.mark.parametrize(

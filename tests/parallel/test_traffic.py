@@ -150,6 +150,7 @@ def test_tensor_parallel(pool, mode, all_gathers, reduce_scatters):
     }
 
 
+@pytest.mark.slow
 def test_ends_of_the_model_under_tensor_parallel(pool):
     """Half the traffic of a block, and three all-reduces of a number per token in the loss."""
     (whole, *_), block = pool.run(2, sent, {"tp": 2}, 2, 2), per_block(pool, {"tp": 2}, 2)

@@ -96,6 +96,7 @@ def expected_row(documents: bool) -> dict[str, float]:
     return row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "parallel", "documents"),
     [
@@ -129,6 +130,7 @@ def test_compiled_blocks_run_eagerly_and_stay_compiled(pool):
     assert more == 0
 
 
+@pytest.mark.slow
 def test_compiled_blocks_run_compiled_without_the_logits(pool):
     """Their outputs are seen by hooks outside of the compiled graphs, one of which is that of a
     forward alone.

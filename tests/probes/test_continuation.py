@@ -78,6 +78,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "sections"),
     [

@@ -82,6 +82,7 @@ def expected_row(tied: bool) -> dict[str, float]:
     return row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "parallel", "tied"),
     [

@@ -59,6 +59,7 @@ def run_step(noise: NoiseScale, stages: Any, batches: list[Batch], num_targets: 
         noise.after_backward(i, len(batches), num_targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_of_a_quadratic_with_known_covariance(seed):
     """x is drawn from N(mean, covariance), so the gradient of a row at w = 0 has these too, up to
@@ -127,6 +128,7 @@ def alone(pool) -> Any:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "local_batch_size", "tied"),
     [

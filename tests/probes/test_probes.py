@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from messages import refused
 from runs import curve, rows, train_run, train_until
@@ -22,6 +23,7 @@ MEASURED = [
 MEASURED += ["--ema.decay=0.9"]
 
 
+@pytest.mark.slow
 def test_rows_of_a_run_and_the_same_loss(pool, arguments, whole_run, tmp_path):
     assert pool.run(2, train_run, [*arguments, *MEASURED]) == [0, 0]
     found = rows(tmp_path / "debug")
@@ -45,6 +47,7 @@ def test_rows_of_a_run_and_the_same_loss(pool, arguments, whole_run, tmp_path):
         assert abs(found_norm - norm) < 1e-4 * norm
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_the_noise_scale(pool, options, tmp_path):
     whole, resumed = (
         [*options, *MEASURED, f"--run.folder={tmp_path / name}"] for name in ("whole", "resumed")

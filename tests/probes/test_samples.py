@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from messages import refused
 from runs import curve, rows, train_run, train_until, validation
@@ -83,6 +84,7 @@ def test_a_run_writes_samples_and_has_the_losses_of_one_without(whole_run):
     assert not (whole_run() / SAMPLES).exists()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_each_sample_once(pool, arguments, whole_run, tmp_path):
     """Stopped after step 4, which is saved; then samples of a later step, which is not."""
     assert pool.run(1, train_until, 4, [*arguments, *OPTIONS]) == [75]

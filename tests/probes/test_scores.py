@@ -125,6 +125,7 @@ def questions(tmp_path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [

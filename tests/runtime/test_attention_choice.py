@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from runs import train_run
 
@@ -14,6 +15,7 @@ def train_and_report(arguments: list[str], cudnn: str) -> tuple[bool, str]:
     return torch.backends.cuda.cudnn_sdp_enabled(), compiler_config.cache_key_tag
 
 
+@pytest.mark.slow
 def test_the_choice_reaches_torch_and_its_caches(pool, arguments):
     ((with_cudnn, plain),) = pool.run(1, train_and_report, arguments, "true")
     ((without, marked),) = pool.run(1, train_and_report, arguments, "false")

@@ -104,6 +104,7 @@ print(counts[-1] - counts[19])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no other C library is set")
 @pytest.mark.parametrize(
     "name",

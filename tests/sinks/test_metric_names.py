@@ -60,6 +60,7 @@ def test_scalars():
     assert "validation_metrics/loss" not in scalars({"step": 3, "validation/a/ema_loss": 2.0})
 
 
+@pytest.mark.slow
 def test_names_for_mlflow():
     pytest.importorskip("mlflow")
     from titanlite.sinks.mlflow_sink import MlflowSink

@@ -63,6 +63,7 @@ def impatient_run(arguments: list[str]) -> tuple[int, list[str], float]:
     return code, warnings, max(b - a for a, b in itertools.pairwise(begun[1:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "accepts",
     [

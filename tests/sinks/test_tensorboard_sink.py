@@ -9,6 +9,7 @@ from sink_readers import expected, float32, read_tensorboard
 pytest.importorskip("tensorboard")
 
 
+@pytest.mark.slow
 def test_a_run_is_read_back(pool, arguments, tmp_path):
     """The second start writes the file anew."""
     run, folder = [*arguments, "--metrics.sinks=tensorboard"], tmp_path / "debug"

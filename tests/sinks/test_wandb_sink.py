@@ -18,6 +18,7 @@ from titanlite.sinks.provenance import Provenance
 pytestmark = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 
 
+@pytest.mark.slow
 def test_a_run_is_read_back(pool, arguments, tmp_path):
     run, folder = [*arguments, "--metrics.sinks=wandb"], tmp_path / "debug"
     for steps in (4, 6):

@@ -78,6 +78,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 ONE_OPERATION = "{{ ('x' * 5000000) | wordwrap(1) | length }}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [ENDLESS, ONE_OPERATION])
 def test_a_template_that_does_not_end_is_ended(source, monkeypatch):
     monkeypatch.setattr(template, "SECONDS", 1)

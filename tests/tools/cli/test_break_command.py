@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from messages import assert_mentions
 
 from titanlite.tools.cli.main import main
@@ -25,6 +26,7 @@ def test_mistakes_are_answered(capsys):
     assert_mentions(capsys.readouterr().err, "--shwo", "did you mean --show?")
 
 
+@pytest.mark.slow
 def test_without_a_terminal_it_asks_nothing(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["break", "rope-rows"]) == 0

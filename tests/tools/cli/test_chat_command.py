@@ -42,6 +42,7 @@ def conversations(tmp_path_factory):
     return folder / "data"
 
 
+@pytest.mark.slow
 def test_a_model_learns_to_answer_and_answers(
     pool, options, conversations, text_file, tmp_path, capsys, monkeypatch
 ):

@@ -31,6 +31,7 @@ def run_folder(pool, arguments, tmp_path) -> Path:
     return tmp_path / "debug"
 
 
+@pytest.mark.slow
 def test_list_tells_what_is_there(run_folder, capsys):
     folder = run_folder / "checkpoints"
     os.truncate(folder / "step-2/model-00001.safetensors", 100)
@@ -98,6 +99,7 @@ def test_show_opens_a_stock_folder(tmp_path, capsys):
     assert "norm.weight  float32  [5]" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_prune_keeps_by_the_rule_and_respects_a_run(run_folder, capsys, monkeypatch):
     command = ["checkpoint", "prune", str(run_folder), "--keep", "1", "--keep-every", "3"]
     folder = run_folder / "checkpoints"
@@ -117,6 +119,7 @@ def test_prune_keeps_by_the_rule_and_respects_a_run(run_folder, capsys, monkeypa
     assert main(["checkpoint", "prune", str(run_folder), "--keep", "0"]) == 2
 
 
+@pytest.mark.slow
 def test_prune_keeps_the_newest_proven_one(run_folder, capsys):
     """Training has not gone on from the newer ones: they may be what it diverged with."""
     (run_folder / ".proven").write_text("2")  # as older versions wrote it
@@ -124,6 +127,7 @@ def test_prune_keeps_the_newest_proven_one(run_folder, capsys):
     assert ": 2, 4" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_prune_keeps_the_last_plausible_one(run_folder, capsys):
     """The newer ones are proven, but their losses are far above its own."""
     (run_folder / ".proven").write_text(

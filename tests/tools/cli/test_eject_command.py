@@ -14,6 +14,7 @@ from titanlite.tools.cli.main import main
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 def test_the_copy_trains_by_the_printed_command(tmp_path, capsys, monkeypatch, text_file):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)

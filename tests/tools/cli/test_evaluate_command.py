@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from messages import refused
 
 from titanlite.tools.cli.evaluate_command import run
 
 
+@pytest.mark.slow
 def test_it_is_recorded_with_its_run(whole_run, text_file, capsys):
     folder = whole_run("--training.steps=4")
     for limit in ("3", "4"):
@@ -24,6 +26,7 @@ def test_it_is_recorded_with_its_run(whole_run, text_file, capsys):
     assert lines[1]["evaluate/numbers/tokens"] == 256
 
 
+@pytest.mark.slow
 def test_another_format_is_not_recorded(whole_run, text_file, tmp_path):
     from titanlite.tools.formats.convert import convert
 

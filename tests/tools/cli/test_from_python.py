@@ -66,6 +66,7 @@ def wait_for_step(folder: Path, step: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_run_from_a_thread(overrides, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("LOG_RANK", "0")
     results = []

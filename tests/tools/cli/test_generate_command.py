@@ -65,6 +65,7 @@ def generated(capsys, checkpoint, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["0", "0.9"])
 def test_a_file_gives_each_prompt_the_text_that_it_has_alone(
     checkpoint, tmp_path, capsys, temperature

@@ -27,6 +27,7 @@ def write_right_answers(folder: Path) -> None:
     (folder / "answers.toml").write_text("\n".join(lines))
 
 
+@pytest.mark.slow
 def test_a_lesson_is_started_checked_and_listed_as_passed(capsys, tmp_path):
     assert main(["learn", "start", "planning"]) == 0
     assert "titanlite learn check learn-planning" in capsys.readouterr().out

@@ -87,6 +87,7 @@ def test_the_length_of_a_run(capsys):
     assert "give --tokens" in printed(capsys, "llama3_8b", "--gpus=8", "--training.epochs=2")
 
 
+@pytest.mark.slow
 def test_the_best_layout_is_a_config_that_fits(capsys, tmp_path):
     out = tmp_path / "best.toml"
     options = ["llama3_8b", "--gpus=8", "--search", f"--out={out}"]

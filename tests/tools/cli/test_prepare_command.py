@@ -311,6 +311,7 @@ def test_a_local_data_set(tmp_path, monkeypatch, capfd):
         run([f"hf:{tmp_path / 'set'}", f"--out={folder}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )

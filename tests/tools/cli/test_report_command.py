@@ -19,6 +19,7 @@ from titanlite.tools.cli.main import main
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_the_page_is_written_into_the_first_folder_unless_told_otherwise(tmp_path, capsys):
     first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b")
     assert main(["report", str(first), str(second)]) == 0
@@ -35,6 +36,7 @@ def test_text(tmp_path, capsys):
     assert not (tmp_path / "a/report.html").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -57,6 +59,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, expecte
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_live_until_ctrl_c(tmp_path):
     command = [
         sys.executable,

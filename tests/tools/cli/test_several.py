@@ -51,6 +51,7 @@ def on_two(*arguments: str, typed: str = "") -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_a_file_of_prompts_gives_the_texts_of_one_process(checkpoint, tmp_path, capsys):
     """Also with a number of prompts that two does not divide."""
     path = tmp_path / "rows.jsonl"

@@ -84,6 +84,7 @@ def test_info_of_a_tokenizer_json(tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["", "gpt2"])
 def test_encoding_and_decoding(tmp_path, style, capsys, monkeypatch):
     path = str(write(tmp_path / "t", trained(style))) if style else ""

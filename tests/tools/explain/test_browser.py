@@ -63,6 +63,7 @@ def in_sight(tab, selector: str) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_lanes_follow_the_keys(tab, width):
     tab.open(tab.url, width=width, dark=width == 390)

@@ -117,6 +117,7 @@ def check_messages(recorded: list[Recorded]) -> None:
     assert ends["send"] == ends["recv"]
 
 
+@pytest.mark.slow
 def test_the_step_of_the_page(pool):
     """That docs/one_step.md follows, on real ranks: its tables, and numbers that add up."""
     config = load_config(OPTIONS)

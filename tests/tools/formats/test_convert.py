@@ -119,6 +119,7 @@ def test_there_and_back_bit_by_bit(steps, tmp_path, name, to):
     assert set(os.listdir(tmp_path)) == {there.path.name, "step-7"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}], ids=str)
 def test_shards_of_any_layout_become_whole(pool, tmp_path, parallel):
     saved: dict[str, torch.Tensor] = {}
@@ -324,6 +325,7 @@ def test_rows_of_heads_turn_and_turn_back():
     assert torch.equal(interleave(half_split(rows, 6), 6), rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["hf", "llama", "torch"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_dtypes(steps, tmp_path, to, dtype):
@@ -622,6 +624,7 @@ def test_nothing_is_left_out_in_silence(tmp_path, capsys, tree, found):
     assert not (tmp_path / "y").exists()
 
 
+@pytest.mark.slow
 def test_a_shape_that_is_given_is_kept(steps, tmp_path):
     """Where the source has none; tests/tools/formats/test_same_model.py: what describes its model
     is not overridden.
@@ -695,6 +698,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [
@@ -837,6 +841,7 @@ def test_training_starts_from_any_format_in_any_layout(pool, arguments, steps, t
         assert (trained[name] - original[name]).abs().max() < 1e-9, name
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_full_copy(pool, arguments, tmp_path):
     """What is converted with all it holds trains on to the same weights, bit by bit."""
     run = [*arguments, "--checkpoint.freq=3"]

@@ -117,6 +117,7 @@ def test_sizes_of_shards():
             file_size(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["dcp", "safetensors", "torch", "titanlite"])
 def test_length_and_step_go_along_or_are_not_made_up(tmp_path, caplog, to):
     source = make_file(tmp_path / "a.pt", step=7, seq_len=96)

@@ -33,6 +33,7 @@ def fail_to_export(arguments: list[str], error: type[Exception]) -> int:
     return train_run(arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [OSError, RuntimeError])
 def test_an_export_that_fails_does_not_fail_the_run(pool, arguments, tmp_path, error):
     run = [*arguments, "--checkpoint.export=hf"]

@@ -89,7 +89,12 @@ WINDOWS = {  # (sliding_window, window_layers) of ours
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+# One of each family without `slow`
+QUICK = ("llama, yarn", "mistral, window", "qwen2", "qwen3, tied and wide heads")
+NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_text_and_weights_are_theirs(tmp_path, name):
     theirs = make(MODELS[name])
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="50KB")

@@ -79,6 +79,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "layout", "target", "other", "flavor", "at_root"), LAYOUTS)
 def test_any_layout_reads_what_stock_dcp_saved(
     pool, tmp_path, source, layout, target, other, flavor, at_root

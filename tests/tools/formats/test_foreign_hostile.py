@@ -272,6 +272,7 @@ def test_an_index_of_any_size_is_not_read(folder):
     assert f"more than {LARGEST} bytes" in refused(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.slow)])
 def test_an_index_cut_short_or_changed_anywhere(folder, count):
     data = (folder / ".metadata").read_bytes()
@@ -505,6 +506,7 @@ def test_the_hand_made_tensor_is_one(folder):
     assert torch.equal(target, -torch.arange(12.0).reshape(4, 3))
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found(folder):
     data = bytearray((folder / "__0_0.distcp").read_bytes())
     at = data.index(torch.arange(12.0).numpy().tobytes())

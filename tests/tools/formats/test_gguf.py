@@ -30,6 +30,7 @@ def field(reader, name: str):
     return reader.get_field(name).contents()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("debug", ""), ("debug", "q8_0")]  # with a tokenizer, which does not depend on the dtype

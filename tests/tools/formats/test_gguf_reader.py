@@ -100,6 +100,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1"])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_the_numbers_in_the_file(tmp_path, name, kind):
@@ -216,7 +217,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("config", OWN.values(), ids=OWN)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "q8_0"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), "q8_0"])
 def test_own_exports_are_read_back(tmp_path, config, dtype):
     make_file(tmp_path / "a.pt", config)
     convert(tmp_path / "a.pt", tmp_path / "a.gguf", dtype=dtype, log=quiet)

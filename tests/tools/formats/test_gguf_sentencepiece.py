@@ -114,6 +114,7 @@ def random_scores(chance: random.Random) -> dict[str, float]:
     return dict(zip(tokens, map(float, scores), strict=True))
 
 
+@pytest.mark.slow
 def test_any_scores_give_the_ids_of_llama_cpp():
     chance = random.Random(0)
     words = ["".join(word) for n in range(1, 8) for word in itertools.product("ab", repeat=n)]

@@ -58,6 +58,7 @@ def run_of(pool, options, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_a_checkpoint_has_the_tokenizer_and_a_run_resumes(pool, run_of, style, capsys):
     tokenizer, run, arguments = run_of(style)
@@ -71,6 +72,7 @@ def test_a_checkpoint_has_the_tokenizer_and_a_run_resumes(pool, run_of, style, c
     assert list(curve(run)) == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_exports_to_hugging_face_and_back(run_of, style, tmp_path):
     transformers = pytest.importorskip("transformers")

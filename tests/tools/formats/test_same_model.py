@@ -151,6 +151,7 @@ def read_each(paths: list[Path], models: list[LlamaConfig]) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_every_difference_is_in_one_error_in_every_format_that_describes_its_model(pool, files):
     other = dataclasses.replace(
         FILE, **{key: value for change, _ in DIFFERENT.values() for key, value in change.items()}
@@ -174,6 +175,7 @@ def test_one_difference_is_enough(change, message):
     assert_mentions(problem, message.format("x"))
 
 
+@pytest.mark.slow
 def test_where_a_file_does_not_describe_its_model_the_shapes_decide(pool, files):
     models = [dataclasses.replace(FILE, **change) for change, _ in DIFFERENT.values()]
     paths = [files / name for name in UNSTATED]
@@ -241,6 +243,7 @@ def test_a_run_is_refused_on_every_rank(pool, arguments, tmp_path):
             pool.run(2, train_run, [*arguments, f"--checkpoint.initial_load={tmp_path / source}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twice", [True, False], ids=["both names", "one name"])
 def test_a_tied_file_is_read_into_a_tied_model(pool, tmp_path, twice):
     weights = dict(small_model(config=TIED).state_dict())
@@ -285,6 +288,7 @@ def test_tables_of_rope_are_no_parameters(pool, tmp_path):
         convert(tmp_path / source, tmp_path / f"{source} hf", "hf", model=str(shape), log=quiet)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["convert", "generate", "evaluate"])
 @pytest.mark.parametrize("source", ["hf", "step", "a.pt", "llama"])
 def test_a_model_that_is_given_must_be_the_file_s(files, tmp_path, capsys, command, source):

@@ -69,6 +69,7 @@ def shared_texts(path: Path, rows: list[list[Row]]) -> tuple[list[list[int]], in
     return found, stored, torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["odd"], indirect=True)
 def test_three_processes_with_different_work(pool, checkpoint):
     """One has two rows, one has one, and one has none."""

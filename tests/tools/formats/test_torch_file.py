@@ -244,6 +244,7 @@ def read_on_all(folder: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", [*(pytest.param(i, marks=pytest.mark.slow) for i in (0, 1)), 2])
 def test_a_flipped_bit_is_an_error_on_all_ranks(pool, tmp_path, damaged):
     torch.save({name: torch.ones(5) for name in ("a", "b", "c")}, tmp_path / "a.pt")

@@ -90,6 +90,7 @@ def test_their_models_give_their_logits_here(tmp_path, name):
     )
 
 
+@pytest.mark.slow
 def test_their_tokenizer_encodes_as_ours(tmp_path):
     make_file(tmp_path / "model.pt", MODELS["debug"])
     convert(tmp_path / "model.pt", tmp_path / "hf", "hf", log=quiet)

@@ -34,6 +34,7 @@ def answered(lesson, folder: Path, changes=()) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lesson", LESSONS_TO_RUN, ids=lambda lesson: lesson.name)
 def test_the_solution_passes(pool, lesson, tmp_path):
     grade = check_program(lesson, answered(lesson, tmp_path / "exercise"), pool, 120)
@@ -47,6 +48,7 @@ def test_the_solution_passes(pool, lesson, tmp_path):
 ALL_WRONG = [(lesson, name) for lesson in PROGRAMS for name in wrong_answers(lesson)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lesson", "name"),
     [

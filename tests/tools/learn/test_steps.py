@@ -21,6 +21,7 @@ STEPS = ROOT / "learn/steps"
 PROGRAMS = sorted(STEPS.glob("[1-9]_*.py"))
 
 
+@pytest.mark.slow
 def test_the_files_are_those_that_titanlite_makes_and_trains_on(pool, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     make_files = runpy.run_path(str(STEPS / "make_rows.py"))["make_files"]

@@ -95,6 +95,7 @@ def test_every_document_is_there_once(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_the_bytes_depend_neither_on_workers_nor_on_parts_elsewhere(tmp_path, source):
     whole = content(prepared(tmp_path / "one", source, "--workers", 1))
     assert content(prepared(tmp_path / "two", source, "--workers", 2)) == whole
@@ -164,6 +165,7 @@ def test_filters_and_duplicates_drop_documents(tmp_path, capfd):
     assert sorted(documents_of(tmp_path / "parts")) == sorted(texts)
 
 
+@pytest.mark.slow
 def test_a_validation_source(tmp_path, source):
     (tmp_path / "held.txt").write_text("held out\n")
     folder = prepared(tmp_path / "out", source, "--validation", tmp_path / "held.txt")
@@ -184,6 +186,7 @@ def test_tokens_of_others_are_kept(tmp_path):
     assert sorted(found) == sorted(documents)
 
 
+@pytest.mark.slow
 def test_bad_rows_are_left_out_up_to_a_limit(tmp_path, capfd):
     rows = [json.dumps({"text": text}) for text in sentences(400, 2)]
     rows[99:99] = ["{broken", '{"text": 5}']
@@ -279,6 +282,7 @@ def test_a_file_that_changes_meanwhile_is_named(tmp_path, source):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--drop-duplicates", "exact"]])
 def test_repaired_rows_are_read_again_by_the_same_command(tmp_path, capfd, monkeypatch, options):
     monkeypatch.setattr(job, "PART", 5_000)
@@ -300,6 +304,7 @@ def test_repaired_rows_are_read_again_by_the_same_command(tmp_path, capfd, monke
     assert content(tmp_path / "out") == content(tmp_path / "other")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--drop-duplicates", "exact"]])
 def test_only_what_depends_on_a_changed_file_is_made_again(tmp_path, source, monkeypatch, options):
     """The last file in the order of the source, of the same size: the other parts stay."""
@@ -326,6 +331,7 @@ def test_only_what_depends_on_a_changed_file_is_made_again(tmp_path, source, mon
     assert content(tmp_path / "out") == content(tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_a_file_that_was_added_or_removed_is_no_other_command(tmp_path, source):
     begun = (source, tmp_path / "out", "--workers", "1")
     for change in (
@@ -353,6 +359,7 @@ def test_parts_on_other_machines_are_not_removed(tmp_path, source):
     assert (work / "part-00000.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--part", "1/4"]])
 def test_two_processes_do_not_work_in_one_folder(tmp_path, source, options):
     with hold(tmp_path / "out"), refused(str(tmp_path / "out"), "another process"):

@@ -149,6 +149,7 @@ def test_chains_of_similar_documents_in_any_parts(tmp_path):
     assert left <= 0.1 * found.stays.sum()
 
 
+@pytest.mark.slow
 def test_the_number_of_files_and_blocks_does_not_matter(tmp_path, monkeypatch):
     texts = [document.text for document in planted(korean(150), 20, seed=3)]
     expected = first(tmp_path, texts)

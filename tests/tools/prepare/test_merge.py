@@ -25,6 +25,7 @@ from titanlite.tools.prepare.records import PartRecord
 from titanlite.tools.prepare.sources import Source, find
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", range(12))
 def test_an_interrupted_merge_goes_on(tmp_path, monkeypatch, step):
     (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(1000)))

@@ -57,6 +57,7 @@ def documents(path: Path, prompt: str = "") -> list:
     return list(row_documents(job, Piece(file, 0, file.size)))
 
 
+@pytest.mark.slow
 def test_few_bytes_that_are_two_gigabytes_of_rows(tmp_path):
     path = dictionary(tmp_path / "a.parquet", "x" * 8 * MB, 256)
     assert path.stat().st_size < 1000
@@ -64,6 +65,7 @@ def test_few_bytes_that_are_two_gigabytes_of_rows(tmp_path):
         documents(path)
 
 
+@pytest.mark.slow
 def test_few_bytes_that_are_millions_of_empty_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(compressed, "FREE", 100_000 * compressed.ROW)
     path = dictionary(tmp_path / "a.parquet", "", 4_000_000)
@@ -81,6 +83,7 @@ def test_the_progress_of_rows_without_text_is_reported(tmp_path, monkeypatch):
     assert sum(skipped.progress for skipped in found) == path.stat().st_size
 
 
+@pytest.mark.slow
 def test_a_page_that_does_not_fit_into_the_memory_allowed(tmp_path, monkeypatch):
     """Also of a row too long to be a document: it is never decoded whole."""
     path = tmp_path / "a.parquet"
@@ -99,6 +102,7 @@ def test_a_page_that_does_not_fit_into_the_memory_allowed(tmp_path, monkeypatch)
         documents(path)
 
 
+@pytest.mark.slow
 def test_rows_that_fit_into_the_memory_one_at_a_time_are_all_read(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet_reader, "MEMORY", 100 * MB)
     path = tmp_path / "a.parquet"
@@ -111,6 +115,7 @@ def test_rows_that_fit_into_the_memory_one_at_a_time_are_all_read(tmp_path, monk
     assert found == values
 
 
+@pytest.mark.slow
 def test_the_cpu_time_has_a_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet_reader, "SECONDS", 0)
     path = dictionary(tmp_path / "a.parquet", "", 8_000_000)
@@ -119,6 +124,7 @@ def test_the_cpu_time_has_a_limit(tmp_path, monkeypatch):
             pass
 
 
+@pytest.mark.slow
 def test_changed_bytes(tmp_path):
     """Each gives rows or one error, and no memory is allocated because of it."""
     path = tmp_path / "a.parquet"
@@ -149,6 +155,7 @@ def test_types_that_are_no_text_are_bad_rows(tmp_path):
     assert "NoneType" in second.problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pa.large_string(), pa.dictionary(pa.int32(), pa.string()), pa.string_view()]
 )
@@ -167,6 +174,7 @@ def test_all_kinds_of_text(tmp_path, kind):
     ]
 
 
+@pytest.mark.slow
 def test_two_files_are_read_at_a_time_and_children_are_used_again(tmp_path):
     paths = [tmp_path / f"{i}.parquet" for i in range(2)]
     for path in paths:
@@ -192,6 +200,7 @@ def test_the_child_imports_nothing_from_the_current_folder(tmp_path, monkeypatch
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.slow
 def test_the_limits_hold_for_each_worker(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "work").mkdir()

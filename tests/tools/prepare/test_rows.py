@@ -67,6 +67,7 @@ def test_a_byte_order_mark_is_removed_at_the_start_only(lines):
     ] == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [7, 1000])
 def test_each_row_group_is_in_one_piece(tmp_path, group):
     path = tmp_path / "a.parquet"
@@ -87,6 +88,7 @@ def test_compressed_lines(lines):
 COMPRESS = {"gzip": gzip.compress, "zstd": lambda data: zstandard.ZstdCompressor().compress(data)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", COMPRESS)
 @pytest.mark.parametrize(
     ("line", "number"), [(b"x" * (1 << 25) + b"\n", r"3"), (b"\n", r"\d{5,6}")]

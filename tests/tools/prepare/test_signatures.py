@@ -34,6 +34,7 @@ def jaccard(one: str, other: str) -> float:
     return len(a & b) / len(a | b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [40, 100, 1000])
 @pytest.mark.parametrize("shared", [0.0, 0.5, 0.9])
 def test_equal_numbers_estimate_the_jaccard_similarity(count, shared):

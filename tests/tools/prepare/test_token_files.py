@@ -51,6 +51,7 @@ def with_header(path: Path, dtype: str) -> list[list[int]]:
     return expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
 @pytest.mark.parametrize("write", [ends_with_eos, begins_with_bos, with_header])
 def test_documents_are_between_delimiters(tmp_path, monkeypatch, write, dtype):
@@ -139,6 +140,7 @@ def test_a_piece_reads_only_its_part_of_the_index(tmp_path):
     assert places == [(i, i + 1) for i in range(100_000, 103_000)]
 
 
+@pytest.mark.slow
 def test_a_damaged_index_is_found_wherever_it_is_cut(tmp_path):
     write_megatron(tmp_path / "a", DOCUMENTS)
     path = tmp_path / "a.idx"

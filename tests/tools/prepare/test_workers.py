@@ -65,6 +65,7 @@ def test_a_worker_that_is_killed_is_reported(tmp_path, job, monkeypatch):
         list(run_parts(job, tmp_path / "work", TOKENIZER, [0, 1, 2, 3], 2, lambda read: None))
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_the_process_that_started_it(tmp_path, job):
     code = (
         "import sys, time; from pathlib import Path; from titanlite.tools.prepare.workers "

@@ -54,6 +54,7 @@ def assert_whole(tab, charts: int = 10) -> None:
     assert tab.requests == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("name", ["one", "two"])
@@ -147,6 +148,7 @@ def test_it_can_be_printed(tab, one):
     assert tab.messages == []
 
 
+@pytest.mark.slow
 def test_a_live_page_shows_new_values(tab, tmp_path):
     folder = write_run(tmp_path / "a")
     server = build_server([folder], 0)

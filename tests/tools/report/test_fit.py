@@ -32,6 +32,7 @@ def test_with_noise_they_are_within_their_ranges(seed):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_a_curve_that_only_falls_has_no_spike_and_no_plateau(seed):
     found = trend(STEPS, losses(STEPS, seed), 100)

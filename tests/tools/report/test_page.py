@@ -116,6 +116,7 @@ def test_every_chart_has_values(folder):
             assert len(series["x"]) == len(series["y"]) > 0
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_million_rows_is_less_than_a_megabyte_and_has_its_spike(
     tmp_path, monkeypatch
 ):
@@ -131,6 +132,7 @@ def test_the_loss_of_a_million_rows_is_less_than_a_megabyte_and_has_its_spike(
     assert 9.5 in loss["series"][0]["y"]
 
 
+@pytest.mark.slow
 def test_many_runs_stay_small(tmp_path, folder):
     runs = [read_run(folder) for _ in range(MOST_RUNS)]
     assert len(page(contents(runs)).encode()) < 1_000_000

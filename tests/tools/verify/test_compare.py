@@ -317,10 +317,10 @@ def test_wrong_layouts_fail(pool, right, function, layout, first):
 @pytest.mark.parametrize(
     ("function", "layout"),
     [
-        (measure, "dp_shard=2,tp=2"),
+        pytest.param(measure, "dp_shard=2,tp=2", marks=pytest.mark.slow),
         (forget_the_sum_of_an_adapter, "tp=2"),
-        (average_gradients, "dp_shard=2"),
-        (forget_the_scale_of_an_adapter, "dp_shard=2"),
+        pytest.param(average_gradients, "dp_shard=2", marks=pytest.mark.slow),
+        pytest.param(forget_the_scale_of_an_adapter, "dp_shard=2", marks=pytest.mark.slow),
     ],
 )
 def test_adapters_that_are_not_as_in_one_process_fail(pool, adapted, function, layout):
@@ -342,10 +342,14 @@ def masked(pool, tmp_path_factory) -> Path:
     ("function", "layout"),
     [
         pytest.param(measure, "cp=2,tp=2", marks=pytest.mark.slow),
-        (measure, "pp=2,recompute.mode=full"),
-        (forget_the_first_feature, "tp=2"),
+        pytest.param(measure, "pp=2,recompute.mode=full", marks=pytest.mark.slow),
+        pytest.param(forget_the_first_feature, "tp=2", marks=pytest.mark.slow),
         (forget_to_cut_the_keys, "cp=2"),
-        (take_the_keys_of_another_microbatch, "pp=2,recompute.mode=full"),
+        pytest.param(
+            take_the_keys_of_another_microbatch,
+            "pp=2,recompute.mode=full",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_masks_that_are_not_those_of_one_process_fail(pool, masked, function, layout):
@@ -372,6 +376,7 @@ def documents_alone(pool, tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "layout"),
     [
@@ -406,6 +411,7 @@ def windowed(pool, tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "layout"),
     [

@@ -114,10 +114,10 @@ def forget_the_other_ranks_vocabulary(*arguments):
     ("function", "layout", "figure"),
     [
         pytest.param(measure, "dp_shard=2,tp=2", "", marks=pytest.mark.slow),
-        (measure, "cp=2", ""),
+        pytest.param(measure, "cp=2", "", marks=pytest.mark.slow),
         (orthogonalize_parts, "dp_shard=2", "parameters"),
-        (forget_the_parts_of_units, "tp=2", "parameters"),
-        (forget_the_other_ranks_vocabulary, "tp=2", "loss"),
+        pytest.param(forget_the_parts_of_units, "tp=2", "parameters", marks=pytest.mark.slow),
+        pytest.param(forget_the_other_ranks_vocabulary, "tp=2", "loss", marks=pytest.mark.slow),
     ],
 )
 def test_wrong_updates_fail(pool, right, function, layout, figure):

@@ -25,7 +25,7 @@ from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.config.schema import LoraConfig
 from titanlite.model.flavors import LlamaConfig
 from titanlite.parallel.lora import is_adapter
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
 from titanlite.tools.formats.fingerprint import fingerprint
 from titanlite.tools.formats.full_state import About, FullState, FullTensor
@@ -190,9 +190,7 @@ def read_peft(folder: Path, model: LlamaConfig) -> FullState:
             "dropout": float(fields.get("lora_dropout") or 0.0),
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpoint(
-            f"{path}: not PEFT's configuration ({type(error).__name__}: {error})"
-        ) from None
+        raise CorruptCheckpoint(f"{path}: not PEFT's configuration: {reason_of(error)}") from None
     if lora["rank"] < 1:
         problems.append(f"{path}: r = {lora['rank']}; expected at least 1")
     if not 0 < lora["alpha"] < math.inf:
