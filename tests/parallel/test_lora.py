@@ -505,8 +505,8 @@ def peft_folder(tmp_path) -> Path:
         ({"use_rslora": "yes"}, ["use_rslora = 'yes'"]),
         ({"r": 0}, ["r = 0", "at least 1"]),
         ({"lora_alpha": math.inf}, ["lora_alpha = inf"]),
-        ({"r": None}, ["adapter_config.json", "TypeError"]),
-        ({"lora_alpha": "x"}, ["adapter_config.json", "ValueError"]),
+        ({"r": None}, ["adapter_config.json", "another type than expected"]),
+        ({"lora_alpha": "x"}, ["adapter_config.json", "could not convert string to float: 'x'"]),
     ],
 )
 def test_adapters_that_are_not_supported_are_refused(peft_folder, change, words):
