@@ -9,7 +9,7 @@ the peak of the allocator, and how many graphs were compiled.
 Why it is here: each of these numbers can grow without any number of the training changing. A wait
 of the host costs time on a GPU only; a second graph costs minutes of compiling.
 What it costs: a CUDA build of torch, g++ and no GPU; one to three minutes per case, most of them
-for the compiler. There is no time of a kernel in it, and attention is not cuDNN's.
+for the compiler. It shows no times, and attention is not cuDNN's.
 """
 
 from __future__ import annotations

@@ -430,7 +430,7 @@ def test_the_whole_model_of_a_run_with_adapters(pool, arguments, base_run, tmp_p
     again = merge(base, open_adapter(tmp_path / "peft", base.model))
     for name in merged:
         assert torch.equal(merged[name], again[name])
-    # A new run begins with the whole model, which PEFT's file of its own adapters does not have
+    # A new run begins with the whole model, which is not in the PEFT file of its adapters
     assert "which has adapters too" not in caplog.text
     onwards = [*lora_arguments(arguments, tmp_path / "debug"), "--run.name=onwards"]
     assert pool.run(1, train_run, [*onwards, "--training.steps=1"]) == [0]

@@ -82,7 +82,7 @@ def test_both_shapes_of_messages():
 
 
 def test_other_texts_of_a_message_reach_the_template():
-    """With control tokens as ordinary text; what is no text is left out."""
+    """With control tokens as ordinary text; other fields than text are left out."""
     entry = {
         "role": "assistant",
         "content": "a",
