@@ -353,11 +353,13 @@ def test_waits_of_other_threads_and_of_pauses_are_not_communication(monkeypatch)
 
 
 def test_the_cost_of_a_mark_is_small(monkeypatch):
-    """A bound that only a mistake reaches: measured are 0.5 microseconds."""
+    """A bound that only a mistake reaches: measured are 0.5 microseconds. Of CPU time, since the
+    machine may stop for longer than that.
+    """
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(phases, "listeners", [])
     StepTimes(True, CPU)
-    started = time.perf_counter()
+    started = time.thread_time()
     for _ in range(10_000):
         mark_phase(Phase.UPDATE)
-    assert (time.perf_counter() - started) / 10_000 < 50e-6
+    assert (time.thread_time() - started) / 10_000 < 50e-6
