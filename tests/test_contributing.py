@@ -21,6 +21,7 @@ TREE = (
     "tests",
     "benchmarks",
     "docs",
+    "learn",
     "train_configs",
     "train.py",
     "setup.py",
