@@ -16,7 +16,7 @@ from pathlib import Path
 
 from titanlite.tools.faults.catalogue import FAULTS
 from titanlite.tools.faults.experiment import Experiments
-from titanlite.tools.faults.fault import CHECKS, Fault
+from titanlite.tools.faults.fault import CHECKS, OF_A_FILE, Fault
 from titanlite.tools.faults.quiz import describe_layout, number
 from titanlite.tools.verify.pool import Pool
 
@@ -31,7 +31,7 @@ def link(thread: str) -> str:
 
 
 def prediction(fault: Fault) -> str:
-    if fault.check == "export":
+    if fault.figure in OF_A_FILE:
         return fault.figure
     return f"{fault.figure}, step {fault.step}"
 

@@ -33,7 +33,7 @@ from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.dropout import dropped
 from titanlite.parallel.lora import LoRALinear, apply_dropout, apply_lora, is_adapter
 from titanlite.rules.check import check_layout
-from titanlite.tools.formats.adapters import lora_of, merge, read_peft
+from titanlite.tools.formats.adapters import lora_of, merge, read_peft, to_config
 from titanlite.tools.formats.detect_format import open_adapter, open_full_state
 from titanlite.tools.formats.huggingface import open_folder
 from titanlite.tools.formats.load_weights import fill, load_model
@@ -396,7 +396,7 @@ def test_a_run_with_dropout_resumes_to_the_same_bits(pool, arguments, base_run, 
     convert(tmp_path / "whole", tmp_path / "peft", to="peft")
     written = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     assert written["lora_dropout"] == 0.3
-    again = open_adapter(tmp_path / "peft", resolve_flavor(load_config(["debug"]).model, 4112))
+    again = open_adapter(tmp_path / "peft", open_full_state(base_run).model)
     assert lora_of(again).dropout == 0.3
     # B begins as zeros, so the first loss depends on no mask
     assert [whole[step] == without[step] for step in (1, 2, 3)] == [False, False, False]
@@ -430,6 +430,11 @@ def test_the_whole_model_of_a_run_with_adapters(pool, arguments, base_run, tmp_p
     again = merge(base, open_adapter(tmp_path / "peft", base.model))
     for name in merged:
         assert torch.equal(merged[name], again[name])
+    added = open_adapter(tmp_path / "debug")
+    del added.tensors["layers.0.attention.wo.lora_a.weight"]
+    for use in (lambda: merge(base, added), lambda: to_config(added)):
+        with refused(str(step), "no adapter of 1 of 14 layers, as layers.0.attention.wo"):
+            use()
     # A new run begins with the whole model, which is not in the PEFT file of its adapters
     assert "which has adapters too" not in caplog.text
     onwards = [*lora_arguments(arguments, tmp_path / "debug"), "--run.name=onwards"]
@@ -489,6 +494,7 @@ def peft_folder(tmp_path) -> Path:
         tmp_path / "adapter_model.safetensors",
     )
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none"}
+    config |= {"target_modules": ["o_proj"], "layers_to_transform": [0]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     assert read_peft(tmp_path, SMALL).tensors
     return tmp_path
@@ -507,6 +513,9 @@ def peft_folder(tmp_path) -> Path:
         ({"lora_alpha": math.inf}, ["lora_alpha = inf"]),
         ({"r": None}, ["adapter_config.json", "another type than expected"]),
         ({"lora_alpha": "x"}, ["adapter_config.json", "could not convert string to float: 'x'"]),
+        ({"layers_to_transform": None}, ["of 2 of 3 layers, as layers.1.attention.wo, layers.2."]),
+        ({"target_modules": ["self_attn.v_proj"]}, ["of 1 of 1 layers, as layers.0.attention.wv"]),
+        ({"layers_to_transform": "all"}, ["adapter_config.json", "another type than expected"]),
     ],
 )
 def test_adapters_that_are_not_supported_are_refused(peft_folder, change, words):

@@ -3,7 +3,7 @@
 What it is: `Experiments.run` gives the differences from what is right, in the order in which they
 are computed, so that the first one that is too large can be named. Faults of a step go through the
 comparison of `titanlite verify` itself. The others are compared with an uninterrupted run of one
-process, or with the logits of the exported model.
+process, and the logits of exported models with those that they should have.
 Why it is here: a prediction of one figure and one step can be compared with what happens.
 What it costs: one to four seconds per run, of a model with 2 blocks of width 32, on up to 2
 processes. The patch exists in worker processes, which end afterwards.
@@ -67,6 +67,7 @@ RUN = [
     "--run.device=cpu",
     "--run.name=run",
 ]
+ADAPTERS = ["--lora.rank=4", "--optimizer.lr=0.01"]
 RUN_TOLERANCE = 1e-5
 TIMEOUT = 300  # seconds, of a call that takes a few; other programs may use the cores
 
@@ -138,6 +139,8 @@ class Experiments:
             return Outcome(self._verify(fault.layout, name))
         if fault.check == "run":
             return Outcome(self._compare_runs(fault, name))
+        if fault.check == "merge":
+            return Outcome(self._merge(fault, name))
         return Outcome(self._export(name))
 
     def _verify(self, layout: str, name: str) -> list[Measured]:
@@ -161,18 +164,26 @@ class Experiments:
 
     def _compare_runs(self, fault: Fault, name: str) -> list[Measured]:
         if "run" not in self._references:
-            self._references["run"] = self._train("", [("", STEPS)])
+            self._references["run"] = self._train("", [("", STEPS)], [])
         parts = [(fault.layout, STEPS)]
         if fault.resumed is not None:
             parts = [(fault.layout, STOP), (fault.resumed, STEPS)]
-        expected = losses_of(self._references["run"])
-        found = losses_of(self._train(name, parts))
-        return [
-            Measured(figure, step, abs(found[step, figure] / value - 1), RUN_TOLERANCE)
-            for (step, figure), value in expected.items()
-        ]
+        return compare_losses(self._references["run"], self._train(name, parts, []))
 
-    def _train(self, name: str, parts: list[tuple[str, int]]) -> Path:
+    def _merge(self, fault: Fault, name: str) -> list[Measured]:
+        base = self.folder / "base.pt"
+        options = [f"--checkpoint.initial_load={base}", "--validation.freq=0", *ADAPTERS]
+        if "merge" not in self._references:
+            save_model(base)
+            self._references["merge"] = self._train("", [("", STEPS)], options)
+        expected = self._references["merge"]
+        run = self._train(name, [(fault.layout, STEPS)], options)
+        (difference,) = self.pool.run(
+            1, merge_planted, name, expected, run, joins=False, timeout=TIMEOUT
+        )
+        return [*compare_losses(expected, run), Measured("merged", 0, difference, TOLERANCE)]
+
+    def _train(self, name: str, parts: list[tuple[str, int]], options: list[str]) -> Path:
         """A run with the fault, in a layout until a step, and then in another; its folder."""
         if self._text is None:
             self._text = make_text(self.folder)
@@ -180,7 +191,7 @@ class Experiments:
         folder = self.folder / f"run-{self._run_number}"
         for layout, steps in parts:
             degrees = dict(parse_layout(layout))
-            arguments = [*RUN, f"--data.path={self._text}", f"--run.folder={folder}"]
+            arguments = [*RUN, *options, f"--data.path={self._text}", f"--run.folder={folder}"]
             arguments += [f"--{key}={value}" for key, value in degrees.items()]
             arguments.append(f"--training.steps={steps}")
             processes = make_case(SMALL, layout, "cpu").processes
@@ -217,10 +228,8 @@ def train_planted(name: str, arguments: list[str]) -> int:
 
 
 @torch.no_grad()
-def export_planted(name: str, folder: Path) -> tuple[float, float]:
-    """In a worker: exports a model for Hugging Face with the fault; the number of tensors that
-    differ when they are read again, and the difference of its logits relative to the largest one.
-    """
+def save_model(path: Path) -> None:
+    """A model of the shape SMALL."""
     llama = llama_of(load_config(SMALL))
     model = Llama(llama, 32)
     model.init_weights(0)
@@ -228,9 +237,16 @@ def export_planted(name: str, folder: Path) -> tuple[float, float]:
     for parameter, value in weights.items():
         if ".attention.w" in parameter:  # as after training: attention that is not uniform
             value *= 4
-    source = folder / "model.pt"
     shape = dataclasses.asdict(llama)
-    torch.save({"model": weights, "model_config": shape, "step": 1, "seq_len": 32}, source)
+    torch.save({"model": weights, "model_config": shape, "step": 1, "seq_len": 32}, path)
+
+
+def export_planted(name: str, folder: Path) -> tuple[float, float]:
+    """In a worker: exports a model for Hugging Face with the fault; the number of tensors that
+    differ when they are read again, and the difference of its logits relative to the largest one.
+    """
+    source = folder / "model.pt"
+    save_model(source)
     target = folder / "exported"
     with plant(name):
         result = convert(source, target, "hf", verify=False, log=lambda text: None)
@@ -238,6 +254,18 @@ def export_planted(name: str, folder: Path) -> tuple[float, float]:
         problems = compare_tensors(written, result, unrounded, False, lambda num_bytes: None)
         difference, largest = logits_difference(written, target, "hf", result, unrounded)
     return float(len(problems)), difference / largest
+
+
+def merge_planted(name: str, trained: Path, run: Path) -> float:
+    """In a worker: exports the run with the fault, which adds its adapters to its weights; the
+    difference of its logits from those of the run `trained`, relative to the largest one.
+    """
+    target = run.parent / "exported"
+    with plant(name):
+        result = convert(run, target, "hf", verify=False, log=lambda text: None)
+    source = load_full_state(trained)
+    difference, largest = logits_difference(source, target, "hf", result, unrounded)
+    return difference / largest
 
 
 def unrounded(tensor: FullTensor, rows: Tensor) -> Tensor:
@@ -262,6 +290,15 @@ def in_order(case: Case, ranks: Sequence[Differences]) -> list[Measured]:
         add("grad_norm", i + 1, [rank.grad_norm[i] for rank in ranks])
     add("parameters", num_steps, [rank.parameters for rank in ranks])
     return measured
+
+
+def compare_losses(expected: Path, run: Path) -> list[Measured]:
+    """The losses of a run beside those that are right, relative to these."""
+    found = losses_of(run)
+    return [
+        Measured(figure, step, abs(found[step, figure] / value - 1), RUN_TOLERANCE)
+        for (step, figure), value in losses_of(expected).items()
+    ]
 
 
 def losses_of(folder: Path) -> dict[tuple[int, str], float]:

@@ -22,6 +22,7 @@ CHECKS = {
     "verify": ("loss", "gradient", "grad_norm", "parameters"),
     "run": ("loss", "validation"),
     "export": ("tensors", "logits"),
+    "merge": ("loss", "merged"),
 }
 FIGURES = {
     "loss": "the loss of a step",
@@ -31,7 +32,10 @@ FIGURES = {
     "validation": "the loss on held-out text",
     "tensors": "how many tensors of the export differ when titanlite reads them again",
     "logits": "the logits of the exported model",
+    "merged": "the logits of the model with the adapters added to its weights",
 }
+# Of a file, which no step belongs to
+OF_A_FILE = ("tensors", "logits", "merged")
 Plant = Callable[[], AbstractContextManager[None]]
 
 

@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from titanlite.tools.faults.experiment import Experiments, Measured, Outcome
-from titanlite.tools.faults.fault import CHECKS, FIGURES, Fault
+from titanlite.tools.faults.fault import CHECKS, FIGURES, OF_A_FILE, Fault
 
 # The steps that a reader can name; figures that have no step, or one step, are left out
 STEPS = {
@@ -22,11 +22,13 @@ STEPS = {
     ("verify", "grad_norm"): range(1, 6),
     ("run", "loss"): range(1, 7),
     ("run", "validation"): (0, 3, 6),  # 0: before the first step
+    ("merge", "loss"): range(1, 7),
 }
 CHECKED = {
     "verify": "5 steps of this layout beside one process, by `titanlite verify`'s comparison",
     "run": "6 steps of train.py beside an uninterrupted run of one process",
     "export": "the exported model beside titanlite's own, on one prompt",
+    "merge": "6 steps of adapters beside one process, and their exports on one prompt",
 }
 Answer = tuple[str, int | None]  # figure and step; None: a figure of one step
 Ask = Callable[[str], str]  # a question -> the answer; raises EOFError at the end of the input
@@ -111,7 +113,7 @@ def describe_first(fault: Fault, outcome: Outcome) -> str:
         return "nothing differs"
     later = [name for name in figures_off(outcome) if name != first.figure]
     place = ""
-    if fault.check != "export":
+    if first.figure not in OF_A_FILE:
         place = f" at step {first.step}" if first.step > 0 else " before step 1"
     text = f"off first: {first.figure}{place} ({number(first.difference)})"
     if later:
@@ -134,7 +136,7 @@ def table(fault: Fault, healthy: Outcome, broken: Outcome) -> list[str]:
     for title, outcome in (("healthy", healthy), ("with the fault", broken)):
         cells = "".join(f"{number(outcome.largest(name)):>12}" for name in figures)
         lines.append(f"{title:14}{cells}")
-    steps = sorted({each.step for each in broken.measured})
+    steps = sorted({each.step for each in broken.measured if each.figure not in OF_A_FILE})
     if len(steps) > 1:
         for step in steps:
             lines.append(f"{f'  step {step}':14}" + "".join(cells_of(step, figures, broken)))

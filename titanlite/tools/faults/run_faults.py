@@ -1,4 +1,4 @@
-"""Faults that `titanlite verify` has no figure for: after a stop, in validation, on export.
+"""Faults that `titanlite verify` has no figure for: after a stop, in validation, in files.
 
 What they have in common: steps that run without a stop are right. So these faults are compared with
 an uninterrupted run of one process, with its validation loss, or with the model that is exported.
@@ -10,9 +10,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.checkpoint.state import OptimizerState
+from titanlite.checkpoint.state import ModelState, OptimizerState
 from titanlite.data.stream import TrainStream
 from titanlite.observe.validation import Sums, Validator
 from titanlite.optim.schedule import Schedule
@@ -62,6 +63,18 @@ def targets_counted_after_cut() -> AbstractContextManager[None]:
 
 def rows_not_permuted() -> AbstractContextManager[None]:
     return replaced(huggingface, "is_permuted", lambda name: False)
+
+
+def only_rank_0_saves_adapters() -> AbstractContextManager[None]:
+    original = ModelState.state_dict
+
+    def state_dict(self: ModelState) -> dict[str, Tensor]:
+        state = original(self)
+        if dist.get_rank() == 0:
+            return state
+        return {name: torch.zeros_like(value) for name, value in state.items()}
+
+    return replaced(ModelState, "state_dict", state_dict)
 
 
 RUN_FAULTS = (
@@ -150,5 +163,21 @@ impossible.""",
 Face's code rotates the first half with the second. So the rows of wq and wk lie in another order
 in its files. All shapes are right, the file loads, and a converter that reads its own output
 again finds equal bits. The logits differ.""",
+    ),
+    Fault(
+        "adapters-of-rank-0",
+        "Only the adapters of rank 0 reach the checkpoint; those of the others are zero there",
+        only_rank_0_saves_adapters,
+        layout="pp=2",
+        check="merge",
+        figure="merged",
+        step=0,
+        unchanged=("loss",),
+        threads=("NVIDIA-NeMo/Automodel#3096", "NVIDIA-NeMo/Megatron-Bridge#2240"),
+        why="""Rank 0 has the adapters of the first blocks, the other rank those of the last ones,
+and the file needs both. Training is right, and the file is complete: it has every name and every
+shape. But an adapter whose factors are zero adds nothing, so half of the merged blocks are as they
+were before the training. Only the logits of the merged model, beside those of the one that was
+trained, show it. Where the factors are missing altogether, titanlite refuses the file.""",
     ),
 )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,35 @@ def lora_of(state: FullState) -> LoraConfig:
     raise CorruptCheckpoint(f"{state.path}: holds adapters, but not their rank and alpha")
 
 
+def require_every_adapter(state: FullState, lora: LoraConfig) -> None:
+    """Raises CorruptCheckpoint if a run's checkpoint lacks an adapter that [lora] names, as those
+    of another pipeline stage.
+    """
+    if state.about.format != "titanlite":
+        return  # `read_peft` has compared PEFT's folder with its own configuration
+    expected = [
+        f"layers.{i}.{module}"
+        for i in range(state.model.num_layers)
+        if lora.adapts_layer(i)
+        for module in LAYER
+        if module.rpartition(".")[2] in lora.target_names
+    ]
+    problem = missing_adapters(expected, state.tensors)
+    if problem:
+        raise CorruptCheckpoint(f"{state.path}: {problem}, which lora.targets and lora.layers name")
+
+
+def missing_adapters(expected: Sequence[str], found: Iterable[str]) -> str:
+    """Which of the expected layers have no factor A among the parameters `found`; empty: none."""
+    present = {name.removesuffix(".lora_a.weight") for name in found}
+    missing = [layer for layer in expected if layer not in present]
+    if not missing:
+        return ""
+    return (
+        f"has no adapter of {len(missing)} of {len(expected)} layers, as {', '.join(missing[:3])}"
+    )
+
+
 def base_of(state: FullState) -> Path:
     """The model that a run's adapters belong to. Raises ConfigError if it is not there."""
     name = str(state.about.config.get("checkpoint", {}).get("initial_load", ""))
@@ -120,6 +150,7 @@ def merge(base: FullState, adapter: FullState) -> FullState:
     Raises ConfigError if they do not fit.
     """
     lora = lora_of(adapter)
+    require_every_adapter(adapter, lora)
     tensors = dict(base.tensors)
     factors = dict(adapter.tensors)
     layers = [name.removesuffix(".lora_a.weight") for name in factors if ".lora_a." in name]
@@ -173,6 +204,27 @@ def head_dim_of(name: str, model: LlamaConfig) -> int:
     return model.head_dim if factor == "lora_b" and is_permuted(f"{layer}.weight") else 0
 
 
+def targets_of(fields: dict[str, Any], model: LlamaConfig) -> list[str]:
+    """The layers that adapter_config.json gives adapters, by our names; none if it does so by a
+    pattern or by exclusion.
+    """
+    targets = fields.get("target_modules")
+    if not isinstance(targets, list) or fields.get("exclude_modules"):
+        return []
+    chosen = fields.get("layers_to_transform")
+    if chosen is None or chosen == []:
+        chosen = range(model.num_layers)
+    elif isinstance(chosen, int):
+        chosen = [chosen]
+    endings = tuple(f".{target}" for target in targets)
+    return [
+        f"layers.{i}.{module}"
+        for i in range(model.num_layers)
+        for module, hf_module in LAYER.items()
+        if i in chosen and hf_module.endswith("_proj") and f".{hf_module}".endswith(endings)
+    ]
+
+
 def read_peft(folder: Path, model: LlamaConfig) -> FullState:
     """The adapters in PEFT's folder, for a model. Raises ConfigError or CorruptCheckpoint."""
     path = folder / CONFIG
@@ -189,6 +241,7 @@ def read_peft(folder: Path, model: LlamaConfig) -> FullState:
             "rslora": fields.get("use_rslora") is True,
             "dropout": float(fields.get("lora_dropout") or 0.0),
         }
+        expected = targets_of(fields, model)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: not PEFT's configuration: {reason_of(error)}") from None
     if lora["rank"] < 1:
@@ -211,12 +264,19 @@ def read_peft(folder: Path, model: LlamaConfig) -> FullState:
             f"{folder / WEIGHTS}: has tensors that are not adapters of this model's blocks: "
             f"{examples}"
         )
+    problem = missing_adapters(expected, tensors)
+    if problem:
+        raise ConfigError(
+            f"{folder / WEIGHTS}: {problem}, which {CONFIG} names (target_modules, "
+            "layers_to_transform)"
+        )
     return FullState(folder, About("peft", model=model, config={"lora": lora}), tensors)
 
 
 def to_config(state: FullState) -> dict[str, Any]:
     """adapter_config.json of a run's adapters."""
     lora = lora_of(state)
+    require_every_adapter(state, lora)
     modules = sorted({name.split(".")[-3] for name in state.tensors})  # wq of ...wq.lora_a.weight
     theirs = {ours.rpartition(".")[2]: hf.rpartition(".")[2] for ours, hf in LAYER.items()}
     layers = sorted({int(name.split(".")[1]) for name in state.tensors})
