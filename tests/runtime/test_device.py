@@ -48,34 +48,44 @@ def test_the_users_allocator_settings_are_kept(monkeypatch, name):
 
 
 class Management:
-    """In place of the driver's library; `answer`: of the question how GPUs are connected."""
+    """In place of the driver's library; `answers`: of each GPU to the question how GPUs are
+    connected; None: this process may not use it.
+    """
 
-    def __init__(self, answer: int) -> None:
-        self.answer = answer
+    def __init__(self, *answers: int | None) -> None:
+        self.answers = answers
 
     def nvmlInit_v2(self) -> int:
         return 0
 
-    def nvmlDeviceGetHandleByIndex_v2(self, index, device) -> int:
-        assert index.value == 3
+    def nvmlDeviceGetCount_v2(self, count) -> int:
+        count._obj.value = len(self.answers)
         return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, device) -> int:
+        device._obj.value = 1 + index.value
+        return 4 if self.answers[index.value] is None else 0
 
     def nvmlDeviceGetGpuFabricInfoV(self, device, info) -> int:
         assert ctypes.sizeof(FabricInfo) == 36
         assert info._obj.version == 2 << 24 | 36
-        return self.answer
+        answer = self.answers[device.value - 1]
+        assert answer is not None
+        return answer
 
 
 @pytest.mark.parametrize(
     ("release", "library", "expected"),
     [
-        ("2.11.0+cu130", Management(answer=3), True),  # which does not ask
-        ("2.13.0+cu130", Management(answer=0), True),
-        ("2.13.0+cu130", Management(answer=3), False),
+        ("2.11.0+cu130", Management(3), True),  # which does not ask
+        ("2.13.0+cu130", Management(0, 0), True),
+        ("2.13.0+cu130", Management(0, None, 0), True),
+        ("2.13.0+cu130", Management(0, 3), False),
+        ("2.13.0+cu130", Management(None), False),
         ("2.13.0+cu130", object(), False),
         ("2.13.0+cu130", None, False),
         ("2.11.0", None, False),
-        ("2.15.0", Management(answer=3), True),
+        ("2.15.0", Management(3), True),
     ],
 )
 def test_segments_grow_where_torchs_first_allocation_survives_it(
@@ -89,7 +99,7 @@ def test_segments_grow_where_torchs_first_allocation_survives_it(
 
     monkeypatch.setattr(torch, "__version__", release)
     monkeypatch.setattr(ctypes, "CDLL", load)
-    assert segments_can_grow(3) == expected
+    assert segments_can_grow() == expected
 
 
 PAGES = """

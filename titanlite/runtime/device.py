@@ -53,7 +53,7 @@ def open_device(name: str) -> torch.device:
     # Segments that can grow waste less memory between tensors of changing sizes. Read when CUDA
     # allocates first.
     chosen = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
-    if not chosen and segments_can_grow(index):
+    if not chosen and segments_can_grow():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
@@ -73,13 +73,13 @@ class FabricInfo(ctypes.Structure):
     )
 
 
-def segments_can_grow(index: int) -> bool:
-    """Whether torch can allocate in segments that can grow on the GPU `index` of this host.
+def segments_can_grow() -> bool:
+    """Whether torch can allocate in segments that can grow on every GPU of this host.
 
     It needs the driver's management library, NVML. And torch 2.13 asks it how GPUs are connected,
     at its first allocation, and stops if the answer is an error, as on GPUs before Hopper
     (pytorch#186374, mended by pytorch#186375). The same question is asked here, without starting
-    CUDA.
+    CUDA. Of all GPUs, since CUDA_VISIBLE_DEVICES may give them other numbers than NVML does.
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -89,14 +89,19 @@ def segments_can_grow(index: int) -> bool:
     if release not in ("2.12", "2.13"):
         return True
     info = FabricInfo(version=ctypes.sizeof(FabricInfo) | 2 << 24)
+    count = ctypes.c_uint()
     device = ctypes.c_void_p()
+    errors = []
     try:
-        failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByIndex_v2(
-            ctypes.c_uint(index), ctypes.byref(device)
-        )
-        return not (failed or nvml.nvmlDeviceGetGpuFabricInfoV(device, ctypes.byref(info)))
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return False
+        for index in range(count.value):
+            # Fails for a GPU that this process may not use
+            if not nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)):
+                errors.append(nvml.nvmlDeviceGetGpuFabricInfoV(device, ctypes.byref(info)))
     except AttributeError:  # an old driver, which has no such function
         return False
+    return bool(errors) and not any(errors)
 
 
 def keep_freed_memory() -> None:
