@@ -36,6 +36,7 @@ DEBUG = dataclasses.replace(FLAVORS["debug"], vocab_size=4112)
         (2, ["parallel.pp=2", "parallel.reduce_every_microbatch=false"], ("parallel.reduce_every_microbatch = false", "pipeline", "true")),
         (2, ["parallel.pp=2", "parallel.pp_schedule=ZBVZeroBubble", "compile.enabled"], ("parallel.pp_schedule = ZBVZeroBubble", "compile.enabled = true", "GPipe, 1F1B, Interleaved1F1B, LoopedBFS")),
         (2, ["parallel.pp=2", "parallel.pp_schedule=DualPipeV", "training.local_batch_size=4", "recompute.mode=selective"], ("parallel.pp_schedule = DualPipeV", "recompute.mode = selective", "recompute.mode = full", "GPipe, 1F1B")),
+        (2, ["parallel.pp=2", "parallel.pp_schedule=ZBVZeroBubble", "parallel.reshard_after_forward=always"], ("parallel.pp_schedule = ZBVZeroBubble", "parallel.reshard_after_forward = always", "default or never", "GPipe, 1F1B, Interleaved1F1B, LoopedBFS")),
         (2, ["parallel.pp=2", "parallel.pp_schedule=ZBVZeroBubble", "recompute.mode=memory_budget", "compile.enabled=auto"], ("parallel.pp_schedule = ZBVZeroBubble", "recompute.mode = memory_budget", "GPipe, 1F1B, Interleaved1F1B, LoopedBFS")),
     ],
 )  # fmt: skip

@@ -106,6 +106,12 @@ def split_backward(config: Config, llama: LlamaConfig, degrees: dict[str, int]) 
             f"{reason} recompute.mode = selective does not support; use recompute.mode = full, "
             f"or one of {others}"
         )
+    if config.parallel.reshard_after_forward == "always":
+        yield (
+            f"{reason} needs weights that stay gathered, also in between; with "
+            "parallel.reshard_after_forward = always the gradients of weights would be lost. Use "
+            f"default or never, or one of {others}"
+        )
 
 
 def stability(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:

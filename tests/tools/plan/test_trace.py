@@ -60,6 +60,11 @@ SLOW = [
     ["dp_shard=2", "optimizer.name=muon"],
     ["dp_shard=2", "data.document_mask=true", "ema.decay=0.9"],
     ["pp=2", "dp_shard=2", "cp=2", "recompute.mode=full"],
+    ["pp=2", "dp_shard=2", "parallel.reshard_after_forward=always"],
+    [
+        *("pp=2", "dp_shard=2", "parallel.pp_schedule=Interleaved1F1B"),
+        "parallel.reshard_after_forward=always",
+    ],
     ["dp_shard=2", "dpo.beta=0.1", "data.document_mask=true", "training.local_batch_size=8"],
 ]
 

@@ -85,10 +85,10 @@ def _sharding(layout: Layout, unit: Unit) -> Iterator[Calls]:
     if layout.pp > 1:
         gathers = 1 + more  # an evaluation of a pipeline frees all units
     if unit.reshard and layout.pp > 1:
-        # Between them a microbatch's forward has freed it
-        gathers = (2 + more) * layout.microbatches
-        if layout.config.parallel.pp_schedule == "GPipe":
-            gathers = (1 + more) * layout.microbatches + 1
+        # A backward leaves it gathered for the next forward or backward, and each forward frees it:
+        # so one is saved wherever a forward follows a backward, which is so all but once as often
+        # as a backward follows a forward.
+        gathers = (1 + more) * layout.microbatches + 1
     elif unit.reshard and mode.isdecimal():
         again = 1 + more - copies
         yield Calls("dp_shard_cp", "all_gather", int(mode), again * batches, gathered)
