@@ -47,6 +47,8 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capfd):
             ("--json", "/nowhere/rows.json", "No such file"),
         ),
         (["--json", "/tmp"], ("--json /tmp", "Is a directory")),
+        (["--draw", "-1"], ("--draw -1", "at most 100,000")),
+        (["--draw", "3", "--quick"], ("--quick and --draw", "one of them")),
         (["--timeout", "0"], ("--timeout 0", "more than 0")),
         (["--qiuck"], ("--qiuck", "did you mean --quick?")),
         (["--layout", "tp=2,tp=4"], ("parallel.tp", "twice")),

@@ -16,6 +16,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.verify.campaign import run_cases
+from titanlite.tools.verify.draw import draw_layouts
 from titanlite.tools.verify.ladder import (
     MAX_PROCESSES,
     Case,
@@ -27,6 +28,7 @@ from titanlite.tools.verify.ladder import (
     reason_not_fitting,
 )
 
+MAX_DRAWN = 100_000
 EPILOG = """The degrees, batch sizes and recomputation of the config are not used: each layout sets
 them. Columns: the largest relative differences from one process, for the loss and the gradient norm
 of 5 steps, each parameter's gradient at step 1 and each parameter after step 5 (norm of the
@@ -43,14 +45,18 @@ def run(argv: list[str]) -> int:
             f"--processes {processes}: there are {_cuda_devices()} CUDA devices; "
             "or --run.device=cpu"
         )
+    compiler = compiler_of(device)
+    tokenizer = Tokenizer(load_config(rest).data.tokenizer)
     if options.layout:
         texts = options.layout
     elif options.lora:
-        compiler = compiler_of(device)
         texts = adapters(processes, compiler) + preferences(processes, compiler)
+    elif options.draw:
+        texts = draw_layouts(
+            options.draw, options.draw_seed, processes, rest, device, compiler, tokenizer.size
+        )
     else:
         texts = ladder(processes, options.quick, device)
-    tokenizer = Tokenizer(load_config(rest).data.tokenizer)
     fitting: list[tuple[Case, LlamaConfig]] = []
     skipped: list[str] = []
     for case in (make_case(rest, text, device) for text in texts):
@@ -130,12 +136,23 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         action="store_true",
         help="only the layouts with low-rank adapters, DPO among them",
     )
+    parser.add_argument(
+        "--draw",
+        type=int,
+        default=0,
+        metavar="N",
+        help="N layouts drawn at random: every setting that changes how a step is computed, in any "
+        "combination",
+    )
+    parser.add_argument(
+        "--draw-seed", type=int, default=0, help="of the drawing; another one draws other layouts"
+    )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument(
         "--timeout", type=float, default=300, help="time-out of one layout in seconds (default 300)"
     )
     options, rest = parser.parse_known_args(argv)
-    own = [f"--{name}" for name in vars(options)]
+    own = [f"--{name.replace('_', '-')}" for name in vars(options)]
     unknown = [word for word in rest if word.startswith("--") and "." not in word.partition("=")[0]]
     if unknown:
         raise ConfigError(
@@ -144,6 +161,13 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if not 0 <= options.processes <= MAX_PROCESSES:
         raise ConfigError(
             f"--processes {options.processes}: expected 1 to {MAX_PROCESSES}, or 0 for the default"
+        )
+    chosen = [f"--{name}" for name in ("layout", "quick", "lora", "draw") if vars(options)[name]]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)}: each chooses the layouts; expected one of them")
+    if not 0 <= options.draw <= MAX_DRAWN:
+        raise ConfigError(
+            f"--draw {options.draw}: expected a number of layouts, at most {MAX_DRAWN:,}"
         )
     if not 0 < options.timeout < 1e6:
         raise ConfigError(
