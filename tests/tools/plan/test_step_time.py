@@ -152,6 +152,12 @@ def test_offloaded_weights_are_copied_for_each_local_batch():
         assert offload == pytest.approx(copies + numbers / 1e9, rel=1e-3)
     once = planned(8, *batches, "--parallel.reduce_every_microbatch=false").offload
     assert once < planned(8, *batches, "--training.local_batch_size=1").offload
+    # Two local batches of four microbatches: one copy up each, or five
+    pipeline = (*batches, "--parallel.pp=2", "--training.local_batch_size=4")
+    kept = planned(8, *pipeline).offload
+    freed = planned(8, *pipeline, "--parallel.reshard_after_forward=always").offload
+    seconds = kept / (2 * 2 * 4 / 25e9 + 1 / 1e9) * 4 / 25e9  # of a copy
+    assert freed - kept == pytest.approx(2 * 4 * seconds, rel=1e-3)
 
 
 def test_preferences_take_two_forwards_more():

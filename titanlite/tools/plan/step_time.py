@@ -329,19 +329,23 @@ def _optimizer(
 def _offload(rank: RankCounts, config: Config, local_batches: int, pp: int) -> float:
     """Copies to CPU memory and back, and the update there.
 
-    `cpu_offload` copies a shard up at each all-gather: before forward and backward of each local
-    batch (with DPO two more), or, where weights stay gathered, once per step, with pp once per
-    local batch. It copies its gradient down at each reduction.
+    `cpu_offload` copies a shard up at each all-gather (`estimate_traffic.py`): before each forward
+    of a local batch (with DPO three; with pp those of all microbatches) and once before its
+    backward, or, where weights stay gathered, once per step, with pp once per local batch. It
+    copies its gradient down at each reduction.
     """
     numbers = rank.num_parameters
     parallel = config.parallel
     if parallel.cpu_offload:
         mode = parallel.reshard_after_forward
+        forwards = 3 if config.dpo.beta > 0 else 1
         up = local_batches
+        if pp > 1:
+            forwards *= config.training.local_batch_size // parallel.pp_microbatch_size
         if mode == "never" and pp == 1:
             up = 1
         elif mode != "never" and not (mode == "default" and pp > 1):
-            up *= 4 if config.dpo.beta > 0 else 2
+            up *= forwards + 1
         down = local_batches if parallel.reduce_every_microbatch else 1
         copied = (up + down) * numbers
         number = 4 if config.training.param_dtype == "float32" else 2
