@@ -85,9 +85,9 @@ def _sharding(layout: Layout, unit: Unit) -> Iterator[Calls]:
     if layout.pp > 1:
         gathers = 1 + more  # an evaluation of a pipeline frees all units
     if unit.reshard and layout.pp > 1:
-        # A backward leaves it gathered for the next forward or backward, and each forward frees it:
-        # so one is saved wherever a forward follows a backward, which is so all but once as often
-        # as a backward follows a forward.
+        # A backward leaves the weights gathered, a forward frees them. So those that follow a
+        # backward gather nothing, and all others do. In any order that begins with a forward and
+        # ends with a backward, that is one gather more than there are forwards.
         gathers = (1 + more) * layout.microbatches + 1
     elif unit.reshard and mode.isdecimal():
         again = 1 + more - copies

@@ -3,8 +3,8 @@
 What it is: a layout has degrees whose product is at most `processes`, and each setting of
 `CHOICES`, where it has an effect, with a probability of 1 in 5. What the rules of `titanlite/rules`
 refuse is drawn again.
-Why it is here: `ladder.py` lists the combinations that someone thought of. A mistake where two
-settings meet is in the others.
+Why it is here: `ladder.py` lists combinations chosen by hand. A mistake where two settings meet is
+more likely in the others.
 What it costs: nothing but the runs. The same seed draws the same layouts.
 """
 
@@ -19,7 +19,7 @@ from titanlite.rules.degrees import AXES
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.verify.ladder import make_case, reason_not_fitting
 
-ATTEMPTS = 100  # per layout; of `debug` on 4 processes about every fourth fits
+ATTEMPTS = 100  # per layout; of those drawn for `debug` on 4 processes 64 % fit
 PROBABILITY = 0.2
 # Key -> values beside its default
 CHOICES: dict[str, tuple[str, ...]] = {
