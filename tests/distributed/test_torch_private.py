@@ -103,6 +103,15 @@ def test_store_time_out_and_flight_recorder(pool):
     assert pool.run(2, store_and_timeout) == [(b"seen", True)] * 2
 
 
+def test_a_tensor_on_meta_knows_where_its_storage_lies(tmp_path):
+    torch.save([torch.arange(3.0), torch.arange(5)], tmp_path / "a.pt")
+    content = (tmp_path / "a.pt").read_bytes()
+    loaded = torch.load(tmp_path / "a.pt", map_location="meta", weights_only=True)
+    for tensor, saved in zip(loaded, (torch.arange(3.0), torch.arange(5)), strict=True):
+        begin = torch_private.checkpoint_offset(tensor)
+        assert content[begin:].startswith(saved.numpy().tobytes())
+
+
 def test_the_compilers_settings():
     torch_private.set_activation_memory_budget(0.5)
     torch_private.set_activation_memory_budget(1.0)

@@ -364,6 +364,17 @@ def storage_address(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def checkpoint_offset(tensor: Tensor) -> int:
+    """The byte of a file of `torch.save` where the storage of a tensor begins that `torch.load` has
+    made on the device meta.
+
+    torch's notes on serialization use this attribute of a storage (pytorch#134504), which has no
+    public name. Read in 2.11 and 2.14. Checked: 2.13.
+    """
+    storage: Any = tensor.untyped_storage()
+    return int(storage._checkpoint_offset)
+
+
 def returns_a_view(operator: OpOverload) -> bool:
     """Whether an operator returns a view of an argument. Checked: 2.13."""
     return any(

@@ -99,6 +99,10 @@ def folder_with(folder: Path, names: int, file: str, placed: str, size: int = 1)
     return folder
 
 
+PAIRS = b"".join(b"q%ch%c\x86" % (i, i) for i in range(60))  # each is twice in the next
+LATIN1 = b"X\x06\x00\x00\x00latin1\x86R"  # with a text and _codecs.encode on the stack, calls it
+HEX = b"X\x03\x00\x00\x00hex\x86R"
+
 BOMBS = {
     "lists in lists": lambda p: saved(p, {"a": grown([], lambda x: [x] * 10, 30)}),
     "dicts in dicts": lambda p: saved(p, {"a": grown({}, lambda x: {"a": x, "b": x}, 60)}),
@@ -119,6 +123,16 @@ BOMBS = {
         p, {"a": grown({"t": Strided((4, 3), (3, 1))}, lambda x: {"a": x, "b": x}, 12)}
     ),
     "300 storages at one place": overlapping,
+    "a key that takes years to hash": lambda p: saved(p, b"\x80\x02})" + PAIRS + b"K\x01s."),
+    "a key of 100,000 tuples in tuples": lambda p: saved(
+        p, b"\x80\x02})" + b"\x85" * 100_000 + b"K\x01s."
+    ),
+    "bytes doubled 39 times": lambda p: saved(
+        p, b"\x80\x02}U\x01a" + b"c_codecs\nencode\n" * 40 + b"U\x01b" + LATIN1 + HEX * 39 + b"s."
+    ),
+    "an array of 8 GB": lambda p: saved(
+        p, b"\x80\x02}U\x01acbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x00\x02\x85Rs."
+    ),
 }
 
 

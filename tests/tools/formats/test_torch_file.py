@@ -110,6 +110,13 @@ def changed(path: Path, name: str, content: bytes, renamed: bool = False, **opti
             )
 
 
+def added(path: Path, name: str, content: bytes = b"", times: int = 1) -> None:
+    """Adds a record, and names it so many times in the archive's directory."""
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(name, content)
+        archive.filelist += archive.filelist[-1:] * (times - 1)
+
+
 def moved(path: Path) -> None:
     """Damages the header of the first storage."""
     (record,) = (record for record in load_full_state(path).records if record.name == "0")
@@ -151,6 +158,39 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "cannot be read",
     ),
+    "a second description": (
+        lambda p: added(p, "b/data.pkl", description(p)),
+        "two records of the same name",
+    ),
+    "a directory of 20 MB": (
+        lambda p: added(p, "a/data/9", times=400_000),
+        "its description has more than 16777216 bytes",
+    ),
+    "code": (
+        lambda p: torch.save({"a": torch.ones(1), "b": Code()}, p),
+        r"names 'posix\.system', which is not needed for tensors .* nothing was run\. Save the model",
+    ),
+    "a name that torch.load allows": (
+        lambda p: torch.save({"a": bytearray(3)}, p),
+        r"names '__builtin__\.bytearray'",
+    ),
+    "another dtype": (
+        lambda p: torch.save({"a": torch.ones(1, dtype=torch.complex64)}, p),
+        r"another dtype \(torch\.ComplexFloatStorage\); allowed: float32, bfloat16",
+    ),
+    "float8": (
+        lambda p: torch.save({"a": torch.ones(1).to(torch.float8_e4m3fn)}, p),
+        r"another dtype \(torch\._utils\._rebuild_tensor_v3\); allowed: float32, bfloat16",
+    ),
+    "a sparse tensor": (
+        lambda p: torch.save({"a": torch.eye(3).to_sparse()}, p),
+        r"names 'torch\._utils\._rebuild_sparse_tensor'",
+    ),
+    "a tensor alone": (lambda p: torch.save(torch.ones(3), p), "holds no dict"),
+    "another protocol": (
+        lambda p: torch.save({"a": torch.ones(3)}, p, pickle_protocol=4),
+        "its pickle has protocol 4; torch.load reads torch.save's default, 2",
+    ),
     "an empty tensor beyond its storage": (
         lambda p: torch.save({"a": Far()}, p),
         "beyond its storage",
@@ -163,6 +203,11 @@ def description(path: Path) -> bytes:
         return archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
 
 
+class Code:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch executed",)
+
+
 class Far:
     """Pickles as an empty tensor that begins 2^60 elements after its storage."""
 
@@ -172,12 +217,15 @@ class Far:
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_what_cannot_be_read_is_one_error(path, damage, message):
+def test_what_cannot_be_read_is_one_error(path, monkeypatch, damage, message):
+    monkeypatch.chdir(path.parent)
     damage(path)
     with pytest.raises(ConfigError, match=message) as caught:
         load_full_state(path)
     assert len(caught.value.problems) == 1
     assert "a.pt" in str(caught.value)
+    assert "weights_only" not in str(caught.value)
+    assert not Path("executed").exists()
 
 
 def test_other_values_are_left_out(path):
@@ -194,6 +242,43 @@ def test_other_values_are_left_out(path):
     full = load_full_state(path)
     assert list(full.tensors) == ["a"]
     assert torch.equal(full["a"], torch.arange(3.0))
+
+
+class Overriding:
+    """Pickles as a parameter whose attributes have the names of methods."""
+
+    def __reduce__(self) -> Any:
+        parameter = torch.nn.Parameter(torch.arange(3.0))
+        for name in ("stride", "storage_offset", "untyped_storage", "is_neg", "detach"):
+            setattr(parameter, name, torch.float64)
+        return parameter.__reduce_ex__(2)
+
+
+def test_attributes_of_a_parameter_are_not_used(path):
+    torch.save({"a": Overriding()}, path)
+    assert torch.equal(load_full_state(path)["a"], torch.arange(3.0))
+
+
+@pytest.mark.parametrize("alignment", [b"0", b"1", b"-1", b"x"])
+def test_an_archive_may_be_written_by_other_software(path, alignment):
+    """Its storages lie where its directory says. An alignment of 0 ends the process in torch.load."""
+    torch.save({"a": torch.arange(3.0), "b": torch.ones(2)}, path)
+    changed(path, ".storage_alignment", alignment)
+    full = load_full_state(path)
+    require_intact(full)
+    assert torch.equal(full["a"], torch.arange(3.0))
+    assert torch.equal(full["b"], torch.ones(2))
+
+
+def test_no_storage_is_read_before_it_is_used(path):
+    """A file that is cut meanwhile is an error; as a map it would end the process."""
+    torch.save({"a": torch.zeros(1), "b": torch.ones(2)}, path)
+    content = path.read_bytes()
+    full = load_full_state(path)
+    path.write_bytes(content[: full.records[1].begin])
+    assert torch.equal(full["a"], torch.zeros(1))
+    with pytest.raises(CorruptCheckpoint, match="ends 8 bytes before a tensor does"):
+        full["b"].sum()
 
 
 def test_records_that_are_written_later_have_no_crc(path):
