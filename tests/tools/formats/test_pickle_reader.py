@@ -162,7 +162,7 @@ def test_the_process_has_limits(tmp_path):
     """It cannot open files or start processes, and ends at a limit, whatever its input makes it do."""
     program = (
         "import resource, sys, time; from titanlite.tools.formats import pickle_reader as m;  "
-        "m.read_torch = lambda file: eval(sys.argv[1]); m.main('torch', 1)"
+        "m.read_dcp = lambda file: eval(sys.argv[1]); m.main(1)"
     )
     for expression, answer in {
         "open('/etc/passwd').read()": b"Too many open files",
@@ -196,7 +196,7 @@ def test_an_index_of_many_chunks_is_read(tmp_path):
     (folder / ".metadata").write_bytes(
         pickle.dumps(Metadata(entries, storage_data=places), protocol=4)
     )
-    found = read_pickle("dcp", folder / ".metadata")
+    found = read_pickle(folder / ".metadata")
     assert len(found) == 500
     assert found["layers.7.weight"][:2] == ["torch.bfloat16", [64, 8]]
     assert found["layers.7.weight"][2][63] == [[63, 0], [1, 8], "__0_0.distcp", 0, 2000]
@@ -206,4 +206,4 @@ def test_too_large_a_pickle_is_not_read(tmp_path):
     with (tmp_path / "a").open("wb") as file:
         file.truncate(LARGEST + 1)
     with pytest.raises(UnreadablePickle, match=f"more than {LARGEST} bytes"):
-        read_pickle("dcp", tmp_path / "a")
+        read_pickle(tmp_path / "a")

@@ -1,14 +1,15 @@
-"""What a pickle from elsewhere describes, as JSON: read in a process with limits, and without
+"""The index of a stock DCP folder, a pickle, as JSON: read in a process with limits, and without
 running it.
 
 What it is: a pickle is a program. GLOBAL fetches any function, REDUCE calls it. Here an unpickler
 gets, for each name on a list, a stand-in that records its arguments (`Made`), and for any other
 name an error. It works in a process that can open no file, and that ends at a limit of memory or
 time; `read_pickle` starts this file as its program.
-Why it is here: without running anything, a pickle of a few hundred bytes can still allocate 4 GB (a
-large memo index), nest shared lists so that they expand exponentially, or have keys that take hours
-to hash. A limit stops all of these. The JSON may not be longer than the pickle: shared parts would
-be written many times, and the parent has no limits.
+Why it is here: torch has no safe way to read this index. DCP unpickles it, and the classes in it
+are not on the list of `torch.load(weights_only=True)`. Without running anything, a pickle of a few
+hundred bytes can still allocate 4 GB (a large memo index), nest shared lists so that they expand
+exponentially, or have keys that take hours to hash. A limit stops all of these. The JSON may not be
+longer than the pickle: shared parts would be written many times, and the parent has no limits.
 What it costs: 25 ms for the process; torch is not imported there. 2 s for an index of 250,000
 chunks.
 """
@@ -16,7 +17,6 @@ chunks.
 from __future__ import annotations
 
 import contextlib
-import encodings.cp437  # noqa: F401 (zipfile imports it on first use, when no file can be opened any more)
 import gc
 import io
 import json
@@ -27,33 +27,21 @@ import resource
 import signal
 import subprocess
 import sys
-import zipfile
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 MEMORY = max(1 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16)  # bytes
 LARGEST = MEMORY // 16  # bytes of a pickle
 SECONDS = 5  # of CPU time for each 64 MB of an index; 250,000 chunks are 43 MB and take 2
-MOST_STORAGES = 100_000
 
-# Names in the index of a stock DCP folder: found by saving FSDP2, AdamW, generators, numbers and
-# nested lists.
-DCP = re.compile(
+# Names in the index: found by saving FSDP2, AdamW, generators, numbers and nested lists.
+NAMES = re.compile(
     r"torch\.distributed\.checkpoint\.(metadata\.(Metadata|TensorStorageMetadata|TensorProperties|_MEM_FORMAT_ENCODING"
     r"|ChunkStorageMetadata|BytesStorageMetadata|MetadataIndex|StorageMeta)|filesystem\._StorageInfo)"
     # Up to torch 2.3
     r"|torch\.distributed\._shard\.sharded_tensor\.metadata\.(TensorProperties|MEM_FORMAT_ENCODING)"
     r"|torch\.(Size|serialization\._get_layout|bool|(bfloat|bits|complex|float|q?u?int)\d[a-z0-9_]*)"
     r"|pathlib\.(_local\.)?(Posix|Windows)Path"  # where it was saved; `_local` in Python 3.13
-)
-# Names in a file of torch.save with dicts of tensors.
-TORCH = re.compile(
-    r"torch\._utils\._rebuild_(tensor_v2|parameter|parameter_with_state)|collections\.OrderedDict"
-    r"|torch\.(Float|BFloat16|Half|Double|Long|Int|Short|Char|Byte|Bool)Storage"
-    # Often beside tensors, and not needed: dtypes, shapes, devices, sets and bytes.
-    r"|torch\.(Size|device|bool|(bfloat|complex|float|u?int)\d[a-z0-9_]*)|(__builtin__|builtins)\.set|_codecs\.encode"
 )
 
 
@@ -65,17 +53,14 @@ class UnsafeName(UnreadablePickle):
     """The pickle refers to a name that is not on the list."""
 
 
-def read_pickle(kind: str, path: Path) -> dict[str, Any]:
-    """What the pickle in a regular file describes: `kind` is "dcp" (`read_dcp`) or "torch"
-    (`read_torch`).
+def read_pickle(path: Path) -> dict[str, Any]:
+    """What `read_dcp` makes of a regular file.
 
     Raises UnreadablePickle; UnsafeName if it refers to anything that is not on the list; OSError.
     """
     with path.open("rb") as file:
-        seconds = SECONDS
-        if kind == "dcp":  # a file of torch.save has a small pickle, whatever its size
-            seconds *= 1 + (os.fstat(file.fileno()).st_size >> 26)
-        program = [sys.executable, "-I", "-S", "-B", __file__, kind, str(seconds)]
+        seconds = SECONDS * (1 + (os.fstat(file.fileno()).st_size >> 26))
+        program = [sys.executable, "-I", "-S", "-B", __file__, str(seconds)]
         ended = subprocess.run(
             program, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False
         )
@@ -128,27 +113,19 @@ class Member(Made):
 class Unpickler(pickle.Unpickler):
     """Builds plain data; calls become `Made`."""
 
-    def __init__(self, file: Any, names: re.Pattern[str]) -> None:
+    def __init__(self, file: Any) -> None:
         super().__init__(file)
-        self.names = names
         self.classes: dict[str, type] = {}  # by name, as they occur
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        if full == "collections.OrderedDict" and self.names.fullmatch(full):
-            # With attributes, as a module's state_dict() has
-            return type("OrderedDict", (dict,), {})
-        if full == "builtins.getattr" and self.names is DCP:
+        if full == "builtins.getattr":
             return Member
         if full not in self.classes:
-            if not self.names.fullmatch(full):
+            if not NAMES.fullmatch(full):
                 raise UnsafeName(full if len(full) < 100 else full[:100] + "...")
             self.classes[full] = type("Made", (Made,), {"__slots__": (), "name": full})
         return self.classes[full]
-
-    def persistent_load(self, pid: Any) -> Made:
-        """What torch.save stores beside the pickle: ("storage", type, name, device, length)."""
-        return Made(*expect(pid, tuple))
 
 
 def expect(value: Any, kind: type) -> Any:
@@ -193,7 +170,7 @@ def read_dcp(file: BinaryIO) -> dict[str, Any]:
     data = file.read(LARGEST + 1)
     if len(data) > LARGEST:
         raise UnreadablePickle(f"it has more than {LARGEST} bytes")
-    index = fields(Unpickler(io.BytesIO(data), DCP).load(), "Metadata")
+    index = fields(Unpickler(io.BytesIO(data)).load(), "Metadata")
     places: dict[tuple[str, str], list[Any]] = {}
     for key, value in expect(index["storage_data"], dict).items():
         at = fields(key, "MetadataIndex")
@@ -243,110 +220,10 @@ def bounded(value: dict[str, Any], length: int) -> dict[str, Any]:
     return value
 
 
-class Archive:
-    """The records of a file of torch.save, an uncompressed zip archive, by their names without the
-    folder.
-    """
-
-    def __init__(self, file: Any) -> None:
-        """Raises UnreadablePickle and what zipfile raises."""
-        with zipfile.ZipFile(file) as archive:
-            self.records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        self._file = file
-        if any(info.compress_type != zipfile.ZIP_STORED for info in self.records.values()):
-            raise UnreadablePickle("it is compressed")
-        if "byteorder" in self.records and self.read("byteorder", 6) != b"little":
-            raise UnreadablePickle("it was written on a big-endian machine")
-
-    def place(self, name: str) -> tuple[int, int, int | None]:
-        """First byte, bytes and CRC-32 of a record's content; the CRC is None if it was written
-        without.
-        """
-        if name not in self.records:
-            raise UnreadablePickle(f"it has no {name}")
-        info = self.records[name]
-        self._file.seek(info.header_offset)
-        header = self._file.read(30)  # the content begins after it, the name and the extra field
-        if header[:4] != b"PK\x03\x04":
-            raise UnreadablePickle("its zip directory has a wrong position of a record")
-        name_length = int.from_bytes(header[26:28], "little")
-        extra_length = int.from_bytes(header[28:30], "little")  # torch pads with an extra field
-        begin = info.header_offset + 30 + name_length + extra_length
-        # 0 with torch.serialization.skip_data and set_crc32_options
-        return begin, info.file_size, info.CRC or None
-
-    def read(self, name: str, most: int = LARGEST) -> bytes:
-        begin, length, crc = self.place(name)
-        if length > most:
-            raise UnreadablePickle(f"its {name} has more than {most} bytes")
-        self._file.seek(begin)
-        content = self._file.read(length)
-        if crc is not None and zlib.crc32(content) != crc:
-            raise UnreadablePickle(f"the CRC-32 of its {name} is not the one it was written with")
-        return content
-
-
-def read_torch(file: BinaryIO) -> dict[str, Any]:
-    """A file of torch.save: {"tree": ..., "storages": name -> `Archive.place`}.
-
-    In the tree, a dict is {"dict": {key: value}} and a tensor is {"tensor": [storage's type, its
-    name, first number, shape, strides]}; numbers and text are themselves. Everything else is null,
-    also a dict with keys of other types.
-    """
-    archive = Archive(file)
-    program = archive.read("data.pkl")
-    tree = plain(Unpickler(io.BytesIO(program), TORCH).load())
-    if not isinstance(tree, dict) or "dict" not in tree:
-        raise UnreadablePickle(
-            "it holds no dict; expected a dict of tensors, such as a state_dict()"
-        )
-    names = [name for name in archive.records if name.startswith("data/")]
-    if len(names) > MOST_STORAGES:
-        raise UnreadablePickle(f"it has {len(names)} storages; at most {MOST_STORAGES} are read")
-    storages = {name.removeprefix("data/"): archive.place(name) for name in names}
-    return {"tree": bounded(tree, len(program)), "storages": storages}
-
-
-def plain(value: Any, depth: int = 0) -> Any:
-    """A value of torch.save's tree for JSON."""
-    if depth > 100:
-        raise UnreadablePickle("it is nested too deep")
-    if isinstance(value, Made) and value.name.startswith("torch._utils._rebuild_parameter"):
-        value = value.arguments[0]
-    if isinstance(value, Made) and value.name == "torch._utils._rebuild_tensor_v2":
-        return {"tensor": tensor(value)}
-    if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
-        same = [key for key in value if type(key) is int and str(key) in value]
-        if same:
-            raise UnreadablePickle(f"a dict has both {same[0]} and '{same[0]}' as keys")
-        return {"dict": {str(key): plain(item, depth + 1) for key, item in value.items()}}
-    return value if type(value) in (str, int, float, bool) else None
-
-
-def tensor(made: Made) -> list[Any]:
-    """A recorded tensor. Raises UnreadablePickle and ValueError."""
-    # a seventh marks numbers whose sign is changed when used
-    if made.state is not None or len(made.arguments) != 6:
-        raise UnreadablePickle(
-            "a tensor has attributes or the negative bit; save tensor.resolve_neg().clone()"
-        )
-    storage, start, shape, strides, _, _ = made.arguments
-    _, kind, name, _, _ = expect(storage, Made).arguments
-    if len(counts(shape)) != len(counts(strides)):
-        raise UnreadablePickle("a shape that no tensor can have")
-    return [
-        expect(kind, type).name,
-        expect(name, str),
-        *counts((start,)),
-        counts(shape),
-        counts(strides),
-    ]
-
-
-def answer_of(read: Callable[[BinaryIO], dict[str, Any]], file: BinaryIO) -> str:
+def answer_of(file: BinaryIO) -> str:
     """The JSON that goes to `read_pickle`."""
     try:
-        return json.dumps({"value": read(file)}, check_circular=False)
+        return json.dumps({"value": read_dcp(file)}, check_circular=False)
     except UnsafeName as error:
         return json.dumps({"unsafe": str(error)})
     except MemoryError:
@@ -355,7 +232,7 @@ def answer_of(read: Callable[[BinaryIO], dict[str, Any]], file: BinaryIO) -> str
         return json.dumps({"error": str(error)[:400] or type(error).__name__})
 
 
-def main(kind: str, seconds: int) -> None:
+def main(seconds: int) -> None:
     """Reads standard input and prints JSON."""
     gc.disable()  # a third of the time; the process ends soon
     limits = {resource.RLIMIT_AS: MEMORY, resource.RLIMIT_CPU: seconds}
@@ -369,8 +246,8 @@ def main(kind: str, seconds: int) -> None:
         with contextlib.suppress(ValueError, OSError):  # unknown to the system; the others remain
             resource.setrlimit(kind_of_limit, (most, most))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    sys.stdout.write(answer_of({"dcp": read_dcp, "torch": read_torch}[kind], sys.stdin.buffer))
+    sys.stdout.write(answer_of(sys.stdin.buffer))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(int(sys.argv[1]))

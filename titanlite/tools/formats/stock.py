@@ -53,7 +53,7 @@ def read_folder(folder: Path) -> dict[str, FullTensor]:
     path = folder / ".metadata"
     _regular_file(path)
     try:
-        index = read_pickle("dcp", path)
+        index = read_pickle(path)
     except UnsafeName as error:
         raise ConfigError(
             f"{path}: names {str(error)!r}, which is none of the classes and dtypes of a DCP "
