@@ -261,7 +261,10 @@ def test_attributes_of_a_parameter_are_not_used(path):
 
 @pytest.mark.parametrize("alignment", [b"0", b"1", b"-1", b"x"])
 def test_an_archive_may_be_written_by_other_software(path, alignment):
-    """Its storages lie where its directory says. An alignment of 0 ends the process in torch.load."""
+    """Its storages lie where its directory says.
+
+    Given the archive itself, torch.load divides by the alignment, on meta, and the process ends.
+    """
     torch.save({"a": torch.arange(3.0), "b": torch.ones(2)}, path)
     changed(path, ".storage_alignment", alignment)
     full = load_full_state(path)

@@ -7,8 +7,9 @@ tensor is (storage, offset, shape, strides); `data/<n>` are the storages, each w
 memory whose storages are empty. `Part` reads the tensors from the file itself.
 Why it is here: torch.load only calls functions on a list, but sets no limits and compares no CRC.
 Its list has more than tensors need, such as bytearray: a file of 100 bytes could allocate
-gigabytes. And a storage alignment of 0 in an archive ends the process (torch 2.13). So torch gets
-nothing but the pickle, after its CRC and its instructions have been checked (`require_safe`).
+gigabytes. And on meta an archive with a storage alignment of 0 ends the process (torch 2.13). So
+torch gets nothing but the pickle, after its CRC and its instructions have been checked
+(`require_safe`).
 What it costs: 0.2 s for 1,000 tensors; only `data.pkl` and the archive's directory are read.
 `Record.problem` reads a storage for its CRC.
 """
