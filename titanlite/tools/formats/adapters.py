@@ -31,7 +31,7 @@ from titanlite.runtime.files import read_bounded
 from titanlite.tools.formats.fingerprint import fingerprint
 from titanlite.tools.formats.full_state import About, FullState, FullTensor
 from titanlite.tools.formats.huggingface import LAYER, is_permuted
-from titanlite.tools.formats.safetensors_files import read_header
+from titanlite.tools.formats.safetensors_files import read_whole_file
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -252,7 +252,7 @@ def read_peft(folder: Path, model: LlamaConfig) -> FullState:
         problems.append(f"{folder}: has no {WEIGHTS}, which PEFT's save_pretrained writes")
     if problems:
         raise ConfigError(problems)
-    stored, _ = read_header(folder / WEIGHTS)
+    stored, _ = read_whole_file(folder / WEIGHTS)
     tensors = {}
     for name, hf_name in hf_names(model).items():
         tensor = stored.pop(hf_name, None)

@@ -36,7 +36,14 @@ from titanlite.tools.formats.full_state import (
     same_numbers,
 )
 from titanlite.tools.formats.huggingface_tokenizer import content_of, tokenizer_in
-from titanlite.tools.formats.safetensors_files import INDEX, read_folder, read_header
+from titanlite.tools.formats.safetensors_files import (
+    INDEX,
+    WHOLE,
+    read_folder,
+    read_header,
+    read_whole_file,
+    shards_of,
+)
 from titanlite.tools.formats.same_model import require_stated, without_tables
 from titanlite.tools.formats.torch_file import Tree, read_tree
 from titanlite.tools.formats.torchtune_names import from_torchtune, is_torchtune
@@ -70,8 +77,8 @@ WEIGHTS = ("model", "ema")
 READABLE = (
     "a run's or a step's folder, a stock DCP folder (.metadata), a Hugging Face folder "
     "(config.json), a folder with "
-    "consolidated.00.pth and params.json, a .safetensors file or folder, a GGUF file, or a file of "
-    "torch.save"
+    "consolidated.00.pth and params.json, a .safetensors file or folder (also of shards that DCP's "
+    "HuggingFaceStorageWriter wrote), a GGUF file, or a file of torch.save"
 )
 
 
@@ -242,11 +249,18 @@ def _open(path: Path, step: int | None) -> FullState:
         return _named(path, stock.read_folder(path), _beside(path, "dcp"))
     if (path / "params.json").is_file() and any(path.glob("consolidated.*.pth")):
         return meta.open_folder(path)
-    weights = (path / INDEX).is_file() or (path / "model.safetensors").is_file()
+    shards = shards_of(path)
+    weights = shards or (path / INDEX).is_file() or (path / WHOLE).is_file()
     if weights and (path / "config.json").is_file():
         return huggingface.open_folder(path)
     if weights:
-        return _named(path, read_folder(path), _beside(path, "safetensors"))
+        form = "dcp" if shards else "safetensors"
+        return _named(path, read_folder(path), _beside(path, form))
+    if shards_of(path / "sharded"):  # HuggingFaceStorageWriter(enable_consolidation=True), ended
+        raise ConfigError(
+            f"{path}: has its weights in the folder sharded only, from which they were not "
+            f"consolidated; give {path / 'sharded'}"
+        )
     if any(path.glob("pytorch_model*.bin")):
         raise ConfigError(
             f"{path}: has its weights in pytorch_model.bin; have transformers write them as "
@@ -260,8 +274,7 @@ def _open(path: Path, step: int | None) -> FullState:
         )
     if any((path / name).exists() for name in ("config.json", "params.json", "model.json")):
         raise CorruptCheckpoint(
-            f"{path}: describes a model, but has no weights (model.safetensors or {INDEX}) "
-            "beside it"
+            f"{path}: describes a model, but has no weights ({WHOLE}, {INDEX} or shards) beside it"
         )
     raise ConfigError(f"{path}: not a checkpoint; expected {READABLE}")
 
@@ -343,7 +356,7 @@ def _open_file(path: Path) -> FullState:
     if start == b"PK\x03\x04":
         return _of_tree(path, *read_tree(path))
     if path.suffix == ".safetensors":
-        tensors, metadata = read_header(path)
+        tensors, metadata = read_whole_file(path)
         shape = metadata["model"].encode() if "model" in metadata else None
         about = About("safetensors", model_of(path, shape, "metadata entry 'model'"))
         _add_origin(about, metadata.get("titanlite", "{}"))

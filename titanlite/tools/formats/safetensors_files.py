@@ -1,9 +1,16 @@
-"""safetensors files, one or several with an index: where their tensors lie, and writing them block
-by block.
+"""safetensors files, one or several: where their tensors lie, and writing them block by block.
 
 What it is: 8 bytes of length, a JSON header, the numbers. Several files come with
-`model.safetensors.index.json`, which lists the file of each tensor: Hugging Face's convention.
-What it costs: reading an index opens each file once. Writing holds one block of rows.
+`model.safetensors.index.json`, which lists the file of each tensor: Hugging Face's convention. Or
+each process of a trainer has written its parts of the tensors into `shard-*.safetensors`, without
+an index: HuggingFaceStorageWriter(save_distributed=True) of torch.distributed.checkpoint, whose
+headers have in `DCP_SHARDING_INFO` where in its tensor each part begins. The shape of such a tensor
+is the end of its last part, and the parts must fill it exactly once.
+What it costs: reading an index, or shards, opens each file once and reads its header; shards take
+an entry for each part. Writing holds one block of rows.
+Limit: nothing in shards says how many there are, and a process that has nothing to save writes
+none. If a shard within a tensor is absent, there is a gap. If the last ones are absent, the tensors
+are smaller, which is seen only where their shapes are compared with the model's.
 Format: https://huggingface.co/docs/safetensors
 """
 
@@ -11,12 +18,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from titanlite.checkpoint.grid import Box, grid_of
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint
 from titanlite.checkpoint.shard_file import header_bytes
 from titanlite.runtime.errors import ConfigError, reason_of
@@ -26,18 +35,30 @@ from titanlite.tools.formats.full_state import FullTensor, Part
 from titanlite.tools.formats.output_path import write_small_files
 
 INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
 # Bytes, some 100,000 tensors; the library reads up to 100 MB, which take over 1 GB as objects
 LARGEST_HEADER = 1 << 24
+LARGEST_SIZE = 1 << 62  # of a dimension; torch's own limit is twice this
+SHARDS = "shard-*.safetensors"
+SHARDING = "DCP_SHARDING_INFO"  # the metadata entry: JSON, name -> {"saved_offsets": [...]}
+ZIP = b"PK\x03\x04"
 
 
 def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
-    """The tensors of one file, and its metadata.
+    """What one file holds of its tensors, and its metadata.
 
+    Each has one part and that part's shape; in shards the part may begin anywhere in its tensor.
     Raises CorruptCheckpoint unless it is a complete safetensors file.
     """
     try:
         with path.open("rb") as raw:
-            length = int.from_bytes(raw.read(8), "little")
+            start = raw.read(8)
+            if start.startswith(ZIP):
+                raise ValueError(
+                    "it begins with a zip archive: torch's HuggingFaceStorageWriter was given a "
+                    "value that is no tensor, a plain number say; save only tensors with it"
+                )
+            length = int.from_bytes(start, "little")
             if length > LARGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes; expected at most {LARGEST_HEADER}")
             # The library checks that the header fits the file
@@ -47,23 +68,76 @@ def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: not a complete safetensors file ({error})") from None
     header.pop("__metadata__", None)
+    shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+    all_offsets = _saved_offsets(path, metadata, shapes)
     tensors = {}
     for name, entry in header.items():
         if entry["dtype"] not in DTYPES:
             raise ConfigError(f"{path}: {name!r} is {entry['dtype']}; allowed: {', '.join(DTYPES)}")
-        shape = tuple(entry["shape"])
-        part = Part(path, 8 + length + entry["data_offsets"][0], (0,) * len(shape), shape or (1,))
+        shape = shapes[name]
+        if max(shape, default=0) >= LARGEST_SIZE:
+            raise CorruptCheckpoint(f"{path}: {name[:200]!r} has the impossible shape {shape}")
+        begin = 8 + length + entry["data_offsets"][0]
+        part = Part(path, begin, all_offsets[name], shape or (1,))
         tensors[name] = FullTensor(DTYPES[entry["dtype"]], shape, (part,))
     return tensors, metadata
 
 
+def _saved_offsets(
+    path: Path, metadata: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Where in their tensors the parts in a file begin. `shapes`: those of the parts."""
+    if SHARDING not in metadata:
+        return {name: (0,) * len(shape) for name, shape in shapes.items()}
+    try:
+        entries = json.loads(metadata[SHARDING])
+        all_offsets = {name: tuple(entries[name]["saved_offsets"]) for name in shapes}
+        for name, offsets in all_offsets.items():
+            valid = all(type(offset) is int and 0 <= offset < LARGEST_SIZE for offset in offsets)
+            if not valid or len(offsets) != len(shapes[name]):
+                raise ValueError(
+                    f"{name[:200]!r} has {len(shapes[name])} dimensions, and its saved_offsets "
+                    f"are {offsets!r:.200}"
+                )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpoint(
+            f"{path}: its {SHARDING} cannot be used ({reason_of(error)})"
+        ) from None
+    return all_offsets
+
+
+def read_whole_file(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
+    """The tensors of one file, and its metadata. Raises CorruptCheckpoint."""
+    tensors, metadata = read_header(path)
+    whole = {name: _joined(path, name, [tensor]) for name, tensor in tensors.items()}
+    return whole, metadata
+
+
 def read_folder(folder: Path) -> dict[str, FullTensor]:
-    """The tensors of a folder with model.safetensors, or an index and its files.
+    """The tensors of a folder with an index and its files, with model.safetensors, or with shards.
 
     Raises CorruptCheckpoint.
     """
-    if not (folder / INDEX).is_file():
-        return read_header(folder / "model.safetensors")[0]
+    if (folder / INDEX).is_file():
+        return _read_indexed(folder)
+    shards = shards_of(folder)
+    if not shards:
+        return read_whole_file(folder / WHOLE)[0]
+    pieces: dict[str, list[FullTensor]] = {}
+    for shard in shards:
+        for name, piece in read_header(shard)[0].items():
+            pieces.setdefault(name, []).append(piece)
+    return {name: _joined(folder, name, of_name) for name, of_name in pieces.items()}
+
+
+def shards_of(folder: Path) -> list[Path]:
+    """The shards in a folder; none if its tensors lie in other files."""
+    if (folder / INDEX).is_file() or (folder / WHOLE).is_file():
+        return []
+    return sorted(path for path in folder.glob(SHARDS) if path.is_file())
+
+
+def _read_indexed(folder: Path) -> dict[str, FullTensor]:
     try:
         places = json.loads(read_bounded(folder / INDEX))["weight_map"]
         files = sorted(set(places.values()))
@@ -79,7 +153,7 @@ def read_folder(folder: Path) -> dict[str, FullTensor]:
         raise CorruptCheckpoint(problems)
     tensors: dict[str, FullTensor] = {}
     for file in files:
-        of_file, _ = read_header(folder / file)
+        of_file, _ = read_whole_file(folder / file)
         tensors |= of_file
     missing = [name for name in places if name not in tensors]
     if missing:
@@ -87,6 +161,37 @@ def read_folder(folder: Path) -> dict[str, FullTensor]:
             f"{folder / INDEX}: names {missing[0]!r}, which is in none of its files"
         )
     return tensors
+
+
+def _joined(source: Path, name: str, pieces: list[FullTensor]) -> FullTensor:
+    """The tensor that these parts of it make up. Raises CorruptCheckpoint if they do not."""
+    first = pieces[0]
+    if len(pieces) == 1 and not any(first.parts[0].offsets):
+        return first
+    for piece in pieces:
+        if piece.dtype != first.dtype:
+            raise CorruptCheckpoint(
+                f"{source}: {name[:200]!r} is {first.dtype} in {first.parts[0].file.name}, and "
+                f"{piece.dtype} in {piece.parts[0].file.name}"
+            )
+    # A process without rows has saved an empty part
+    filled = [piece for piece in pieces if 0 not in piece.shape] or pieces
+    parts = tuple(piece.parts[0] for piece in filled)
+    boxes = [Box(piece.parts[0].file.name, piece.parts[0].offsets, piece.shape) for piece in filled]
+    ends = [
+        [offset + size for offset, size in zip(box.offsets, box.sizes, strict=True)]
+        for box in boxes
+    ]
+    # With other numbers of dimensions some are left out here, and `grid_of` refuses
+    shape = tuple(max(of_dim) for of_dim in zip(*ends, strict=False))
+    try:
+        grid_of(shape, boxes)
+    except ValueError:
+        raise CorruptCheckpoint(
+            f"{source}: its {len(parts)} part(s) of {name[:200]!r} do not fill the shape "
+            f"{shape!r:.200} exactly once; a file is absent, or one of another save is among them"
+        ) from None
+    return FullTensor(first.dtype, shape, parts)
 
 
 def write_file(
@@ -120,7 +225,7 @@ def write_folder(folder: Path, tensors: dict[str, Outgoing], shard_size: int) ->
         room -= tensor.nbytes
     metadata = {"format": "pt"}  # transformers requires it
     if len(shards) == 1:
-        write_file(folder / "model.safetensors", shards[0], metadata)
+        write_file(folder / WHOLE, shards[0], metadata)
         return
     places: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
