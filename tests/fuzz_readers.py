@@ -72,7 +72,7 @@ from titanlite.tools.formats.detect_format import open_full_state, read_model
 from titanlite.tools.formats.full_state import ORIGIN
 from titanlite.tools.formats.huggingface_tokenizer import to_files
 from titanlite.tools.formats.load_weights import load_model, tokenizer_of
-from titanlite.tools.formats.safetensors_files import INDEX
+from titanlite.tools.formats.safetensors_files import INDEX, SHARDING
 from titanlite.tools.formats.same_model import require_same_model
 from titanlite.tools.import_config.detect import import_config
 from titanlite.tools.import_config.mapping import to_toml as import_to_toml
@@ -256,6 +256,29 @@ def _bare_headers(folder: Path) -> list[bytes]:
     save_file(_weights(), folder / "x.safetensors")
     whole = (folder / "x.safetensors").read_bytes()
     return [whole[8 : 8 + int.from_bytes(whole[:8], "little")]]
+
+
+def _cut(half: int) -> dict[str, torch.Tensor]:
+    """The first or second half of the rows of each weight."""
+    return {name: w.tensor_split(2)[half].clone() for name, w in _weights().items()}
+
+
+def _shards(folder: Path) -> list[bytes]:
+    """Two shards in `folder/x`; returns what the second says about the places of its parts."""
+    (folder / "x").mkdir()
+    (folder / "x/model.json").write_bytes(SHAPE)
+    save_file(_cut(0), folder / "x/shard-00001-model-00001-of-00001.safetensors")
+    places = {
+        name: {"saved_offsets": [w.shape[0] - w.shape[0] // 2, *[0] * (w.dim() - 1)]}
+        for name, w in _weights().items()
+    }
+    return [json.dumps(places).encode()]
+
+
+def _read_shards(folder: Path, data: bytes) -> None:
+    path = folder / "x/shard-00002-model-00001-of-00001.safetensors"
+    save_file(_cut(1), path, {SHARDING: data.decode("utf-8", "replace")})
+    read_any(folder / "x")
 
 
 def _read_bare(folder: Path, data: bytes) -> None:
@@ -693,6 +716,7 @@ READERS = {
         functools.partial(_converted, "safetensors", INDEX, shard_size=8000),
         functools.partial(_read_in, INDEX),
     ),
+    SHARDING: Reader("text", _shards, _read_shards),
     "model.json": Reader(
         "text",
         functools.partial(_converted, "safetensors", "model.json"),
