@@ -5,6 +5,9 @@
     python train.py debug            one process, no launcher
     torchrun --nproc-per-node 4 train.py llama3_8b
 
+A checkpoint is torch.distributed.checkpoint's: `states`, below, are its Stateful objects, and the
+manager passes their state to `dcp.save`, and them to `dcp.load` (titanlite/checkpoint/manager.py).
+
 Off is a value, not an absence. A mesh axis that is not used has size 1. A part that is switched off
 (loss scale, guard, average of the weights, probes, sampler, sinks, profiler) is built all the same:
 it has no state and does nothing. So `main` has no branch for a feature, and what it shows is what
@@ -26,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
 
 from titanlite.checkpoint.manager import Checkpointer, Diverged
 from titanlite.checkpoint.run_facts import RunFacts
@@ -34,7 +38,6 @@ from titanlite.checkpoint.state import (
     ModelState,
     OptimizerState,
     RandomState,
-    Stateful,
     every_name,
 )
 from titanlite.checkpoint.storage import SaveError

@@ -1,10 +1,12 @@
-"""How much an asynchronous save slows a training step, on a process that simulates rank 0 of many.
+"""How much an asynchronous save slows a training step, on a process that pretends to be rank 0 of
+many.
 
 The saving thread and the training thread share Python's lock, so what the saving thread does in
 Python can delay the launch of operations. The number of tensors, their layout and the messages of
 the other ranks are those of the large model; the tensors are narrow, so that little time goes into
-copying and writing bytes. The save is that of a run: a copy of the state, the plan, the files with
-their hashes, the manifest and the renaming.
+copying and writing bytes. The save is that of a run: a copy of the state, then `dcp.save` with the
+planner and writer of the checkpoint manager. Only the three functions of torch.distributed by which
+DCP exchanges objects are replaced: rank 0 gets the messages that the others would send.
 
 A step is a number of small operations that take `STEP_SECONDS` on a quiet machine, so the training
 thread launches operations all the time: the worst case, since with a GPU it also waits. Steps
@@ -15,15 +17,22 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
+import pickle
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from pretended import examples, pretended_report, state_of
+import step_io
+import torch
+import torch.distributed as dist
+from pretended import Others, on_cpu, state_of
+from torch.distributed.checkpoint.planner import SavePlan
 
+from titanlite.checkpoint.async_save import AsyncSaver
+from titanlite.checkpoint.planner import PlacementSavePlanner
+from titanlite.checkpoint.state import State
 from titanlite.model.flavors import LlamaConfig
 
 # 8 sequences of 8,192 tokens at 2.4 TFLOP per token, on 64 GPUs that compute at 400 TFLOP/s each
@@ -31,46 +40,37 @@ STEP_SECONDS = 6.2
 NARROW: dict[str, Any] = {"dim": 512, "num_heads": 64, "ffn_dim": 1664, "vocab_size": 4096}
 
 
-def in_memory(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A state on the meta device, with zeros in CPU memory."""
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    def zeros(value: Any) -> Any:
-        if not isinstance(value, DTensor):
-            return torch.zeros(value.shape, dtype=value.dtype)
-        local = torch.zeros(value.to_local().shape, dtype=value.dtype)
-        shape, stride = value.shape, value.stride()
-        return DTensor.from_local(
-            local, value.device_mesh, value.placements, shape=shape, stride=stride
-        )
-
-    return {
-        part: {name: zeros(value) for name, value in values.items()}
-        for part, values in state.items()
-    }
-
-
-def pretend_messages(state: dict[str, dict[str, Any]], ranks: int) -> None:
-    """Lets rank 0 receive what other ranks would send in a save: their plans, then what they have
-    written.
+def pretend_messages(others: Others) -> None:
+    """Lets this process, as rank 0, receive what the other ranks would send in a save: their plans,
+    then what they have written. Everything is pickled and unpickled as torch does it.
     """
-    from titanlite.checkpoint import storage
-    from titanlite.checkpoint.write_plan import Plan
+    ranks = range(1, others.ranks)
+    first = [pickle.dumps(SavePlan([], planner_data=others.report(rank))) for rank in ranks]
+    later = [pickle.dumps(SavePlan([]))] * len(ranks)
+    written = [pickle.dumps(others.written(rank)) for rank in ranks]
 
-    layouts = examples(state, Plan(state).table)
-    boxes = [pretended_report(layouts, rank) for rank in range(1, ranks)]
-    plans = [json.dumps((({}, own), "")) for own in boxes]
-    written = [
-        json.dumps(({box.file: ((1 << 40, "0" * 64), True) for _, _, box in own}, ""))
-        for own in boxes
-    ]
+    def gather(obj: Any, object_gather_list: list[Any], **options: Any) -> None:
+        messages = written
+        if isinstance(obj, SavePlan):
+            messages = later if obj.planner_data is None else first
+        object_gather_list[:] = map(pickle.loads, [pickle.dumps(obj), *messages])
 
-    def receive(value: Any, channel: Any) -> list[Any]:
-        return [value, *map(json.loads, plans if isinstance(value[0], tuple) else written)]
+    def scatter(
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any],
+        **options: Any,
+    ) -> None:
+        messages = [pickle.dumps(value) for value in scatter_object_input_list]
+        scatter_object_output_list[0] = pickle.loads(messages[0])
 
-    replaced: Any = storage
-    replaced.gather_on_rank0, replaced.broadcast = receive, lambda value, channel: value
+    def broadcast(object_list: list[Any], **options: Any) -> None:
+        for value in object_list:
+            pickle.dumps(value)
+
+    replaced: Any = dist
+    replaced.gather_object = gather
+    replaced.scatter_object_list = scatter
+    replaced.broadcast_object_list = broadcast
 
 
 def clock() -> float:
@@ -78,18 +78,23 @@ def clock() -> float:
     cores (Linux).
     """
     schedule = Path("/proc/thread-self/schedstat")
-    waited = int(schedule.read_text().split()[1]) / 1e9 if schedule.exists() else 0.0
+    waited = 0.0
+    if schedule.exists():
+        waited = int(schedule.read_text().split()[1]) / 1e9
     return time.perf_counter() - waited
 
 
 class Steps:
     """Steps of the training thread, each a number of operations, with or without a save."""
 
-    def __init__(self, saver: Any, state: dict[str, dict[str, Any]], folder: Path) -> None:
-        import torch
-
-        self.saver, self.state, self.folder = saver, state, folder
-        self.numbers, self.count, self.saves = torch.zeros(4), 1_000_000, 0
+    def __init__(self, state: State, folder: Path) -> None:
+        self.state = state
+        self.folder = folder
+        self.saver = AsyncSaver("async", 0, torch.device("cpu"))
+        self.planner = PlacementSavePlanner()
+        self.numbers = torch.zeros(4)
+        self.count = 1_000_000  # operations of a step
+        self.saves = 0
 
     def operations(self) -> float:
         """Seconds of this step's operations."""
@@ -100,8 +105,11 @@ class Steps:
 
     def run(self, saves: bool) -> dict[str, float]:
         """Seconds of one step, of its thread's waits, and CPU seconds of the save."""
-        planner = self.saver._threads.submit(time.thread_time).result()
-        started, own, of_all = clock(), time.thread_time(), time.process_time()
+        thread = self.saver._threads  # the one that saves
+        planner = thread.submit(time.thread_time).result()
+        own = time.thread_time()
+        of_all = time.process_time()
+        started = clock()
         if saves:
             self.saves += 1
             self.saver.save(lambda: self.state, self.write)
@@ -111,41 +119,34 @@ class Steps:
         waits = seconds - (time.thread_time() - own)
         self.saver.wait()
         others = time.process_time() - of_all - (time.thread_time() - own)
-        planner = self.saver._threads.submit(time.thread_time).result() - planner
+        planner = thread.submit(time.thread_time).result() - planner
         return {"seconds": seconds, "waits": waits, "others": others, "planner": planner}
 
-    def write(self, state: Any, failure: Exception | None) -> None:
-        from titanlite.checkpoint.manifest import RunMetadata
-        from titanlite.checkpoint.storage import write_step
-
-        write_step(self.folder, self.saves, state, {}, RunMetadata({}, {}, ""), failure)
+    def write(self, state: State, failure: Exception | None) -> None:
+        """What the saving thread does with the copy of the state."""
+        assert failure is None, failure
+        step_io.save(self.folder, self.saves, state, self.planner)
 
 
 def measure(llama: LlamaConfig, ranks: int, rounds: int) -> dict[str, Any]:
     """Medians of steps without and with a save, and of the CPU seconds of the threads that save."""
-    import torch
-
-    from titanlite.checkpoint.async_save import AsyncSaver
-
     torch.set_num_threads(1)
-    state = in_memory(state_of(dataclasses.replace(llama, **NARROW), ranks, 0))
-    pretend_messages(state, ranks)
+    narrow = dataclasses.replace(llama, **NARROW)
+    state = on_cpu(state_of(narrow, ranks, 0), torch.zeros)
+    pretend_messages(Others(state, ranks))
     gc.collect()
     gc.freeze()
     gc.disable()  # as training has it between its own collections
     found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
     with tempfile.TemporaryDirectory() as folder:
-        steps = Steps(AsyncSaver("async", 0, torch.device("cpu")), state, Path(folder))
-        steps.run(True)  # fills caches
-        steps.count = int(
-            STEP_SECONDS / statistics.median(steps.operations() for _ in range(5)) * steps.count
-        )
+        steps = Steps(state, Path(folder))
+        steps.run(True)  # the first save: later ones use its plan
+        quick = statistics.median(steps.operations() for _ in range(5))
+        steps.count = int(STEP_SECONDS / quick * steps.count)
         for saves in [False, True, True, False] * rounds:
             found[saves].append(steps.run(saves))
-    quiet, saving = (
-        {key: statistics.median(one[key] for one in found[saves]) for key in found[saves][0]}
-        for saves in (False, True)
-    )
+    quiet = medians(found[False])
+    saving = medians(found[True])
     return {
         "ranks": ranks,
         "steps": 2 * rounds,
@@ -156,3 +157,7 @@ def measure(llama: LlamaConfig, ranks: int, rounds: int) -> dict[str, Any]:
         "cpu_s": saving["planner"],
         "all_steps": {"quiet": found[False], "saving": found[True]},
     }
+
+
+def medians(steps: list[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(step[key] for step in steps) for key in steps[0]}

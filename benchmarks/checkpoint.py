@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import report
+import step_io
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,11 +37,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 sys.path.insert(0, str(report.ROOT))
 
-from titanlite.checkpoint.manifest import RunMetadata, read_manifest
-from titanlite.checkpoint.read_step import read_step
+
+from titanlite.checkpoint.folders import step_folder
+from titanlite.checkpoint.manifest import read_manifest
+from titanlite.checkpoint.planner import PlacementSavePlanner
 from titanlite.checkpoint.retention import delete_step
 from titanlite.checkpoint.step_files import verify_files
-from titanlite.checkpoint.storage import step_folder, write_step
 
 NUM_WEIGHTS = 12 * 9 + 3
 
@@ -91,11 +93,12 @@ def process(rank: int, world: int, num_bytes: int, folder: Path, answers: Any) -
     raw: list[float] = []
     saved: list[float] = []
     steps = iter(range(1, 1000))
+    planner = PlacementSavePlanner()
 
     def save() -> float:
         for _ in range(2):
             step = next(steps)
-            seconds = timed(lambda: write_step(folder, step, state, {}, RunMetadata({}, {}, "")))  # noqa: B023
+            seconds = timed(lambda: step_io.save(folder, step, state, planner))  # noqa: B023
             if rank == 0:
                 delete_step(folder, step)
         return seconds
@@ -124,7 +127,7 @@ def process(rank: int, world: int, num_bytes: int, folder: Path, answers: Any) -
 
 def loading(folder: Path, state: dict[str, Any]) -> dict[str, float]:
     """Seconds to verify and to load, warm and cold, and to load what has just been verified."""
-    write_step(folder, 1, state, {}, RunMetadata({}, {}, ""))
+    step_io.save(folder, 1, state, PlacementSavePlanner())
     path = step_folder(folder, 1)
     manifest = read_manifest(path)
     found: dict[str, list[float]] = {}
@@ -134,12 +137,12 @@ def loading(folder: Path, state: dict[str, Any]) -> dict[str, float]:
 
     for _ in range(5):
         note("verify warm", lambda: verify_files(path, manifest))
-        note("load warm", lambda: read_step(path, manifest, state))
+        note("load warm", lambda: step_io.load(path, manifest, state))
         forget(path)
-        note("load cold", lambda: read_step(path, manifest, state))
+        note("load cold", lambda: step_io.load(path, manifest, state))
         forget(path)
         note("verify cold", lambda: verify_files(path, manifest))
-        note("load after verify", lambda: read_step(path, manifest, state))
+        note("load after verify", lambda: step_io.load(path, manifest, state))
     delete_step(folder, 1)
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 

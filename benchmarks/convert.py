@@ -45,13 +45,13 @@ MAKE = """
 import sys
 from pathlib import Path
 import torch
-from titanlite.checkpoint.manifest import RunMetadata
-from titanlite.checkpoint.storage import write_step
+import step_io
+from titanlite.checkpoint.planner import PlacementSavePlanner
 from titanlite.model.flavors import FLAVORS, parameter_shapes
 config, generator = FLAVORS[sys.argv[1]], torch.Generator().manual_seed(0)
 weights = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in parameter_shapes(config).items()}
 files = {"model.json": config.to_json().encode()}
-write_step(Path(sys.argv[2]), 1, {"model": weights}, files, RunMetadata({}, {"training": {"seq_len": 8192}}, ""))
+step_io.save(Path(sys.argv[2]), 1, {"model": weights}, PlacementSavePlanner(), files)
 """
 FORMATS = {
     "hf": "",
@@ -65,7 +65,7 @@ FORMATS = {
 
 
 def run(*arguments: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(report.ROOT)}
+    environment = os.environ | {"PYTHONPATH": f"{report.ROOT}:{report.ROOT / 'benchmarks'}"}
     return subprocess.run(
         [sys.executable, "-c", *arguments], check=True, stdout=-1, text=True, env=environment
     ).stdout

@@ -1,33 +1,42 @@
 """What many ranks cost each other at the start, in a save and in a load of a large model, without
 having them.
 
-    python benchmarks/many_ranks.py [--ranks 8 128 512 1024] [--stock 8 128] [--background 64] [--before CHECKOUT]
+    python benchmarks/many_ranks.py [--ranks 8 128 1024] [--stock 8 128 1024] [--background 64]
+        [--processes 2 4 8] [--before CHECKOUT]
 
-One process pretends to be rank 0 of N, on the meta device: tp 8, the rest dp_shard. Its own plan is
-made by the code of a run. What the other ranks would send is computed from the placements; a second
-process, pretending to be another rank, checks that this is what that rank plans. Nothing of the
-tensors is read or written, and no message crosses a network.
+One process pretends to be rank 0 of N, on the meta device: tp 8, the rest dp_shard, AdamW. It does
+what `dcp.save` and `dcp.load` do on rank 0 between the tensors and the disk, with the planners and
+storages of titanlite, and with torch's own. What the other ranks would send is made from the
+placements (`pretended.py`); a second process, pretending to be another rank, checks that this is
+what that rank plans. Nothing of the tensors is read or written, and no message crosses a network.
 
-    save   plan; read the messages of all ranks; check that the parts make up all tensors; write the manifest
-    load   read the manifest; find the files and ranges of this rank's parts
+    save   the local plan; the plans of all ranks unpickled; the global plan; the answers pickled;
+           the results of all ranks unpickled; the manifest, or metadata, written to the disk; the
+           metadata pickled for all ranks. In a second save both sides use their first plan again.
+    load   the metadata read; the local plan, of the same layout
 
-`--stock`: the same with the planner of torch.distributed.checkpoint: its local plan, unpickling the
-plans of all ranks, removing duplicates and checking (`create_global_plan`), and pickling them
-again. It is measured for these numbers of ranks only, because its time grows with them. The
-manifest of format 1, which listed all parts, is made and read for comparison. `--background`: a
-training step during a save, see background_save.py. Descriptors and file operations: see
-run_counts.py; `--before` counts those of another checkout too.
+Stock is DefaultSavePlanner(enable_plan_caching=True) and FileSystemWriter for a save, and for a
+load HuggingFaceStorageReader, which reads the headers of all files, and DefaultLoadPlanner. Those
+files are sparse: headers as StepWriter writes them, and holes for the tensors. torch's `gather`
+brings rank 0 as many bytes from each rank as from the one that sends most, and so they are counted.
+The garbage collector is off on both sides. A stock save on 1,024 ranks takes 14 GB of memory: one
+that does not fit is "not measured".
+
+`--background`: a training step during a save, see background_save.py. `--processes`: real runs in
+which descriptors and file operations are counted, see run_counts.py; `--before` counts those of
+another checkout too.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import gc
 import hashlib
-import itertools
 import json
 import pickle
+import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,187 +45,289 @@ from typing import Any
 import background_save
 import report
 import run_counts
-from pretended import box_of, examples, pretended_report, state_of
+import torch
+from pretended import Others, on_cpu, state_of, stock_written
+from step_io import FACTS
+from torch import Size, Tensor
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemWriter,
+    HuggingFaceStorageReader,
+    LoadPlanner,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+)
+from torch.distributed.checkpoint.planner import SavePlan
 
+from titanlite.checkpoint.grid import Box, Grid
+from titanlite.checkpoint.manifest import DTYPES, NAME, Manifest, parse_manifest, read_text
+from titanlite.checkpoint.planner import PlacementLoadPlanner, PlacementSavePlanner
+from titanlite.checkpoint.shard_file import Shard
+from titanlite.checkpoint.state import State
+from titanlite.checkpoint.storage import StepReader, StepWriter
 from titanlite.model.flavors import FLAVORS
 
+MAX_FILE = 16e9  # torch maps a file as its own memory, of which Linux grants as much as there is
+MEMORY_LEFT = 2e9  # to others, by a process that may need more than there is
 
-def timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    """What a function returns, and its CPU seconds."""
+Messages = list[bytes]  # pickles, of all ranks
+
+
+def save(
+    planner: SavePlanner,
+    writer: StorageWriter,
+    state: State,
+    plans: Messages,
+    results: Callable[[list[SavePlan]], Messages],
+) -> dict[str, float]:
+    """Rank 0's part of `dcp.save`. `results`: what the ranks have written by the global plan."""
     started = time.process_time()
-    return function(), time.process_time() - started
+    planner.set_up_planner(state, is_coordinator=True)
+    own = pickle.dumps(planner.create_local_plan())
+    plan_seconds = time.process_time() - started
+    assert own == plans[0], "rank 0 plans something else"
 
+    started = time.process_time()
+    answers, metadata = planner.create_global_plan([pickle.loads(plan) for plan in plans])
+    answers = writer.prepare_global_plan(answers)
+    sent = [pickle.dumps(answer) for answer in answers]
+    planner.finish_plan(pickle.loads(sent[0]))
+    seconds = time.process_time() - started
 
-def measure(flavor: str, ranks: int) -> dict[str, Any]:
-    """titanlite's own coordination, as rank 0."""
-    from titanlite.checkpoint import manifest as manifests
-    from titanlite.checkpoint.manifest import FileEntry, Manifest, parse_manifest, to_text
-    from titanlite.checkpoint.read_step import require_matching_tensors
-    from titanlite.checkpoint.write_plan import Plan, local_parts, tensor_entries
+    received = max(map(len, plans))
+    plans.clear()  # frees memory
+    written = results(answers)
 
-    state = state_of(FLAVORS[flavor], ranks, 0)
-    plan, plan_seconds = timed(lambda: Plan(state))
-    own, other = plan.boxes(), ranks // 2 + 1
-    planned = report.child(
-        [sys.executable, __file__, "--flavor", flavor, "--one", "boxes", str(ranks), str(other)]
-    )
-    layouts = examples(state, plan.table)
-    pretended = json.loads(json.dumps(pretended_report(layouts, other)))
-    assert sorted(planned["boxes"]) == sorted(pretended), "another rank plans something else"
-    entry = FileEntry(1 << 40, "0" * 64)  # longer than any tensor: the reader compares
-    messages = []
-    for rank in range(ranks):
-        boxes = pretended_report(layouts, rank) if rank else own
-        files = {box.file: (entry, True) for _, _, box in boxes}
-        messages.append(json.dumps(((files, boxes), "")).encode())
-
-    def commit() -> str:
-        results = [json.loads(message)[0] for message in messages]
-        entries = tensor_entries(
-            [plan.table, *({} for _ in range(ranks - 1))], [boxes for _, boxes in results]
-        )
-        files = {name: FileEntry(*entry) for own, _ in results for name, (entry, _) in own.items()}
-        return to_text(Manifest(1, True, "", "", {}, {}, "", None, files, entries))
-
-    text, save_seconds = timed(commit)
-    manifest, parse_seconds = timed(lambda: parse_manifest(Path("manifest.json"), text))
-    _, compare_seconds = timed(lambda: require_matching_tensors(Path(), manifest, state))
-
-    def find() -> int:
-        tensors = manifest.tensors
-        return sum(
-            1
-            for p, _ in local_parts(state)
-            for _ in tensors[p.name].grid.overlapping(p.offsets, p.sizes)
-        )
-
-    pieces, find_seconds = timed(find)
-    fields = json.loads(text.rpartition(manifests.SEAL)[0] + "}")
-    listed, _ = timed(lambda: format_1(fields))
-    older = listed + manifests.SEAL + hashlib.sha256(listed.encode()).hexdigest() + '"}\n'
-    again, parse_1 = timed(lambda: parse_manifest(Path("manifest.json"), older))
-    assert again == manifest
+    started = time.process_time()
+    writer.finish(metadata, [pickle.loads(result) for result in written])
+    broadcast = pickle.dumps(metadata)
+    seconds += time.process_time() - started
     return {
-        "ranks": ranks,
-        "parts": sum(len(tensor.grid.files) for tensor in manifest.tensors.values()),
-        "pieces_read": pieces,
+        "s": plan_seconds + seconds,
         "plan_s": plan_seconds,
-        "save_s": plan_seconds + save_seconds,
-        "received_bytes": sum(map(len, messages)) + len(json.dumps(plan.table)),
-        "manifest_bytes": len(text),
-        "load_s": parse_seconds + compare_seconds + find_seconds,
-        "format_1_bytes": len(older),
-        "format_1_parse_s": parse_1,
+        "received_mb": len(written) * (received + max(map(len, written))) / 1e6,
+        "answers_mb": len(sent) * max(map(len, sent)) / 1e6,
+        "metadata_mb": len(broadcast) / 1e6,
     }
 
 
-def format_1(fields: dict[str, Any]) -> str:
-    """A manifest's fields with a list of parts for each tensor, as text."""
-    grids = fields["grids"]
-    tensors = {}
-    for name, entry in fields["tensors"].items():
-        edges, files = (grids[str(entry["grid"])][key] for key in ("edges", "files"))
-        cells = itertools.product(*(itertools.pairwise(line) for line in edges))
-        chunks = [
-            [f, [a for a, _ in cell], [b - a for a, b in cell]]
-            for cell, f in zip(cells, files, strict=True)
-        ]
-        tensors[name] = {"dtype": entry["dtype"], "shape": entry["shape"], "chunks": chunks}
-    rest = {key: value for key, value in fields.items() if key != "grids"}
-    return json.dumps(rest | {"format": 1, "tensors": tensors})[:-1]
+def load(
+    open_reader: Callable[[], StorageReader], planner: LoadPlanner, state: State
+) -> dict[str, float]:
+    """A rank's part of `dcp.load`, up to what it has to read."""
+    state = on_cpu(state, hollow)
+    started = time.process_time()
+    metadata = open_reader().read_metadata()
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    plan = planner.finish_plan(planner.create_local_plan())
+    return {"load_s": time.process_time() - started, "load_items": len(plan.items)}
 
 
-def measure_stock(flavor: str, ranks: int) -> dict[str, Any]:
-    """The same by DCP's planners: what each rank does, and what rank 0 does with the plans of all."""
-    from torch import Size
-    from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-    from torch.distributed.checkpoint.planner import SavePlan
+def hollow(shape: Size) -> Tensor:
+    """A tensor on the CPU with memory for one number: the planner would allocate one on meta."""
+    return torch.zeros(()).expand(shape)
 
-    from titanlite.checkpoint.write_plan import Plan
 
+def measure(flavor: str, ranks: int, folder: Path) -> dict[str, float]:
+    """titanlite's planner and storage. Leaves a step folder with a manifest."""
     state = state_of(FLAVORS[flavor], ranks, 0)
+    others = Others(state, ranks)
+    other = ranks // 2 + 1
+    require_same(flavor, ranks, other, "report", others.report(other))
+    plans = [pickle.dumps(SavePlan([], planner_data=others.report(r))) for r in range(ranks)]
+    silent = [pickle.dumps(SavePlan([]))] * ranks
+    results = [pickle.dumps(others.written(rank)) for rank in range(ranks)]
+
+    planner = PlacementSavePlanner()
+
+    def written(answers: list[SavePlan]) -> Messages:
+        writer.write_data(answers[0], planner)  # no files, because no items
+        return results
+
+    found: dict[str, float] = {"ranks": ranks}
+    for step, messages in enumerate([plans, silent], 1):
+        writer = StepWriter(folder, step, planner, {}, FACTS)
+        cost = save(planner, writer, state, messages, written)
+        found |= {f"save_{step}_{key}": value for key, value in cost.items()}
+    assert writer.manifest is not None
+    found["parts"] = sum(len(entry.grid.files) for entry in writer.manifest.tensors.values())
+    found["manifest_mb"] = (writer.final / NAME).stat().st_size / 1e6
+
+    def open_reader() -> StepReader:
+        path = writer.final / NAME
+        return StepReader(writer.final, parse_manifest(path, read_text(path)))
+
+    return found | load(open_reader, PlacementLoadPlanner(), state)
+
+
+def measure_stock_save(flavor: str, ranks: int, folder: Path) -> dict[str, float]:
+    """DCP's own planner, and its writer that pickles."""
+    state = state_of(FLAVORS[flavor], ranks, 0)
+    others = Others(state, ranks)
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
-    local, plan_seconds = timed(planner.create_local_plan)
-    table, sent = Plan(state).table, []
-    for rank in range(ranks):
-        # A layout differs between tensors of one kind by its writer only, so its box is that of all
-        # of them.
-        boxes = {
-            layout: box_of(value, rank) for layout, (_, value, _) in examples(state, table).items()
-        }
-        items = []
-        for item in local.items:
-            layout = table[item.index.fqn][2]
-            if layout in boxes:
-                chunk = ChunkStorageMetadata(*map(Size, boxes[layout]))
-                index = dataclasses.replace(item.index, offset=chunk.offsets)
-                data = dataclasses.replace(item.tensor_data, chunk=chunk)
-                item = dataclasses.replace(item, index=index, tensor_data=data)
-            items.append(item)
-        sent.append(pickle.dumps(SavePlan(items, planner_data=local.planner_data)))
-    plans, received = timed(lambda: [pickle.loads(plan) for plan in sent])
-    (planned, metadata), decided = timed(lambda: planner.create_global_plan(plans))
-    _, returned = timed(lambda: [pickle.dumps(plan) for plan in planned])
-    loader = DefaultLoadPlanner()
-    loader.set_up_planner(state, metadata, is_coordinator=True)
-    reads, load_seconds = timed(loader.create_local_plan)
-    _, one = timed(lambda: pickle.dumps(pickle.loads(pickle.dumps(reads))))
-    return {
-        "ranks": ranks,
-        "plan_s": plan_seconds,
-        "save_s": plan_seconds + received + decided + returned,
-        "received_bytes": sum(map(len, sent)),
-        "load_s": load_seconds + ranks * one,
-    }
+    own = planner.create_local_plan()
+    other = ranks // 2 + 1
+    require_same(flavor, ranks, other, "plan", others.stock_plan(other, own))
+    plans = [pickle.dumps(own)]
+    plans += [pickle.dumps(others.stock_plan(rank, own)) for rank in range(1, ranks)]
+    silent = [pickle.dumps(SavePlan([], usable=False))] * ranks
+    results: Messages = []
+
+    def written(answers: list[SavePlan]) -> Messages:
+        if not results:  # in the second save the answers say that nothing has changed
+            results[:] = [pickle.dumps(stock_written(r, p)) for r, p in enumerate(answers)]
+        return results
+
+    found: dict[str, float] = {}
+    planner = DefaultSavePlanner(enable_plan_caching=True)  # the caches belong to the class
+    for step, messages in enumerate([plans, silent], 1):
+        writer = FileSystemWriter(folder / f"stock-{step}")
+        writer.prepare_local_plan(own)  # creates the folder
+        cost = save(planner, writer, state, messages, written)
+        found |= {f"stock_save_{step}_{key}": value for key, value in cost.items()}
+    return found
+
+
+def measure_stock_load(flavor: str, ranks: int, folder: Path) -> dict[str, float]:
+    """DCP's own planner, and its reader of safetensors; `folder` is the one that `measure` left."""
+    state = state_of(FLAVORS[flavor], ranks, 0)
+    path = folder / "step-2" / NAME
+    headers = folder / "headers"
+    headers.mkdir()
+    write_headers(parse_manifest(path, read_text(path)), headers)
+    on_disk = sum(file.stat().st_blocks * 512 for file in headers.iterdir())
+    gc.collect()
+    found = load(lambda: HuggingFaceStorageReader(str(headers)), DefaultLoadPlanner(), state)
+    found["headers_mb"] = on_disk / 1e6
+    return {f"stock_{key}": value for key, value in found.items()}
+
+
+def write_headers(manifest: Manifest, folder: Path) -> None:
+    """The files of a manifest, with their headers and without their data."""
+    boxes: dict[Grid, list[Box]] = {}
+    shards: dict[str, Shard] = {}
+    for name, entry in manifest.tensors.items():
+        if entry.grid not in boxes:
+            boxes[entry.grid] = list(entry.grid.boxes())
+        for box in boxes[entry.grid]:
+            shard = shards.setdefault(box.file, Shard({}, {}))
+            part = torch.empty(box.sizes, dtype=DTYPES[entry.dtype], device="meta")
+            shard.tensors[name] = part
+            shard.offsets[name] = list(box.offsets)
+    for file, shard in shards.items():
+        names = list(shard.tensors)
+        size = sum(tensor.nbytes for tensor in shard.tensors.values())
+        count = int(size // MAX_FILE) + 1
+        for number in range(count):
+            some = names[number::count]
+            piece = Shard(
+                {name: shard.tensors[name] for name in some},
+                {name: shard.offsets[name] for name in some},
+            )
+            header = piece.header()
+            size = sum(tensor.nbytes for tensor in piece.tensors.values())
+            with (folder / f"{number}-{file}").open("wb") as target:
+                target.write(header)
+                target.truncate(len(header) + size)
+
+
+def require_same(flavor: str, ranks: int, rank: int, key: str, pretended: object) -> None:
+    """Asserts that a process that pretends to be this rank plans what was made for it."""
+    command = [sys.executable, __file__, "--flavor", flavor, "--one", "rank", str(ranks), str(rank)]
+    planned = report.child(command)
+    assert planned.get(key) == fingerprint(pretended), f"rank {rank} plans something else"
+
+
+def measure_rank(flavor: str, ranks: int, rank: int) -> dict[str, str]:
+    """What another rank plans: its report to titanlite's planner, and its stock plan."""
+    state = state_of(FLAVORS[flavor], ranks, rank)
+    ours = PlacementSavePlanner()
+    stock = DefaultSavePlanner()
+    plans = []
+    for planner in (ours, stock):
+        planner.set_up_planner(state)
+        plans.append(planner.create_local_plan())
+    return {"report": fingerprint(plans[0].planner_data), "plan": fingerprint(plans[1])}
+
+
+def fingerprint(value: object) -> str:
+    """Of everything that is sent, and its size."""
+    return f"{hashlib.sha256(repr(value).encode()).hexdigest()} {len(pickle.dumps(value))}"
+
+
+def limit_memory() -> None:
+    """Lets this process fail where it would take memory that there is not."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    limit = int(1024 * kilobytes - MEMORY_LEFT)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 ROWS = {  # label -> key, format
     "parts of tensors": ("parts", "{:,.0f}"),
-    "**save**, CPU seconds on rank 0": ("save_s", "{:.2f}"),
-    "of these its own plan, as on every rank": ("plan_s", "{:.2f}"),
-    "MB that rank 0 receives": ("received_mb", "{:.1f}"),
+    "**first save**, CPU seconds on rank 0": ("save_1_s", "{:.2f}"),
+    "of these its own plan, as on every rank": ("save_1_plan_s", "{:.2f}"),
+    "MB that rank 0 receives": ("save_1_received_mb", "{:.2f}"),
+    "MB that it answers": ("save_1_answers_mb", "{:.2f}"),
+    "MB of the metadata, for each rank": ("save_1_metadata_mb", "{:.2f}"),
+    "**later save**, CPU seconds on rank 0": ("save_2_s", "{:.2f}"),
+    "later: of these its own plan": ("save_2_plan_s", "{:.2f}"),
+    "later: MB that rank 0 receives": ("save_2_received_mb", "{:.2f}"),
     "MB of the manifest": ("manifest_mb", "{:.2f}"),
     "**load**, CPU seconds on each rank": ("load_s", "{:.2f}"),
-    "DCP: **save**, CPU seconds on rank 0": ("stock_save_s", "{:.1f}"),
-    "DCP: of these its own plan": ("stock_plan_s", "{:.1f}"),
-    "DCP: MB that rank 0 receives": ("stock_received_mb", "{:.0f}"),
-    "DCP: **load**, CPU seconds on rank 0": ("stock_load_s", "{:.1f}"),
-    "manifest of format 1, MB": ("format_1_mb", "{:.1f}"),
-    "manifest of format 1, CPU seconds to read it": ("format_1_parse_s", "{:.1f}"),
-    "descriptors of rank 0": ("descriptors_0", "{:,.0f}"),
-    "descriptors of another rank": ("descriptors", "{:,.0f}"),
-    "file operations of all ranks: start": ("operations_start", "{:,.0f}"),
-    "file operations of all ranks: load": ("operations_load", "{:,.0f}"),
-    "file operations of all ranks: save": ("operations_save", "{:,.0f}"),
+    "stock: **first save**, CPU seconds on rank 0": ("stock_save_1_s", "{:.1f}"),
+    "stock: of these its own plan": ("stock_save_1_plan_s", "{:.1f}"),
+    "stock: MB that rank 0 receives": ("stock_save_1_received_mb", "{:,.0f}"),
+    "stock: MB that it answers": ("stock_save_1_answers_mb", "{:,.0f}"),
+    "stock: MB of the metadata, for each rank": ("stock_save_1_metadata_mb", "{:,.0f}"),
+    "stock: **later save**, CPU seconds on rank 0": ("stock_save_2_s", "{:.1f}"),
+    "stock: later: of these its own plan": ("stock_save_2_plan_s", "{:.1f}"),
+    "stock: later: MB that rank 0 receives": ("stock_save_2_received_mb", "{:,.0f}"),
+    "stock: **load**, CPU seconds on each rank": ("stock_load_s", "{:.1f}"),
+    "stock: MB of the headers": ("stock_headers_mb", "{:,.0f}"),
+    "first save, CPU: titanlite / stock": ("save_1_s_ratio", "{:.4f}"),
+    "later save, CPU: titanlite / stock": ("save_2_s_ratio", "{:.4f}"),
+    "first save, bytes received: titanlite / stock": ("save_1_received_mb_ratio", "{:.4f}"),
+    "later save, bytes received: titanlite / stock": ("save_2_received_mb_ratio", "{:.4f}"),
+    "load, CPU: titanlite / stock": ("load_s_ratio", "{:.4f}"),
 }
-COUNTED = [
-    label for label, (key, _) in ROWS.items() if key.startswith(("descriptors", "operations"))
-]
-ROWS |= {f"before: {label}": (f"before_{ROWS[label][0]}", "{:,.0f}") for label in COUNTED}
+COUNTED = {
+    "descriptors of rank 0": "descriptors_0",
+    "descriptors of another rank": "descriptors",
+    "file operations of all ranks: start": "operations_start",
+    "file operations of all ranks: load": "operations_load",
+    "file operations of all ranks: save": "operations_save",
+}
 
 
-def counts(
-    root: Path, ranks: list[int], prefix: str
-) -> tuple[dict[int, dict[str, float]], list[str]]:
-    """What is counted in runs with 2, 4 and 8 processes: for these numbers of ranks, and as lines
-    of a table.
-    """
-    found = {processes: run_counts.count(root, processes) for processes in (2, 4, 8)}
-    print(prefix, found, flush=True)
-    lines = [
-        f"| {prefix}{key.replace('_', ' ')} | "
-        + " | ".join(str(f[key]) for f in found.values())
-        + " |"
-        for key in found[2]
-    ]
+def ratios(found: dict[str, Any]) -> dict[str, float]:
+    """titanlite's figures divided by stock's, where both were measured."""
+    compared = [key.removesuffix("_ratio") for key, _ in ROWS.values() if key.endswith("_ratio")]
     return {
-        n: {prefix + key: value for key, value in run_counts.fit(found, n).items()} for n in ranks
-    }, lines
+        f"{key}_ratio": found[key] / found[f"stock_{key}"]
+        for key in compared
+        if f"stock_{key}" in found
+    }
 
 
-def in_background(flavor: str, ranks: int) -> tuple[dict[str, float], str]:
+def measure_all(flavor: str, ranks: int, stock: bool) -> dict[str, Any]:
+    """All measurements for this number of ranks, each in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = [sys.executable, __file__, "--flavor", flavor, "--folder", folder, "--one"]
+        found = report.child([*run, "own", str(ranks)])
+        if stock and "failed" not in found:
+            for kind in ("stock_load", "stock_save"):
+                part = report.child([*run, kind, str(ranks)])
+                if "failed" in part:
+                    part = {f"{kind}_failed": part["failed"], f"{kind}_output": part["output"]}
+                found |= part
+    return found | ratios(found)
+
+
+def in_background(flavor: str, ranks: int) -> tuple[dict[str, Any], str]:
     """A step during a save on so many ranks, and a sentence about it."""
     run = [sys.executable, __file__, "--flavor", flavor, "--one", "background", str(ranks)]
     found = report.child(run)
@@ -224,86 +335,122 @@ def in_background(flavor: str, ranks: int) -> tuple[dict[str, float], str]:
         return found, found["failed"]
     return found, (
         f"A training step of {found['quiet_s']:.2f} s that only launches operations takes "
-        f"{found['ratio']:.3f} times "
-        f"as long while {ranks} ranks save in the background (median of {found['steps']} steps "
-        "each, A B B A; without "
-        "the time for which other processes had the cores). The training thread waits "
-        f"{found['waits_s']:.2f} s for "
-        f"others; these use {found['others_cpu_s']:.2f} CPU seconds, of which the one that plans "
+        f"{found['ratio']:.3f} times as long while {ranks} ranks save in the background (median "
+        f"of {found['steps']} steps each, A B B A; without the time for which other processes had "
+        f"the cores). The training thread waits {found['waits_s']:.2f} s for others; these use "
+        f"{found['others_cpu_s']:.2f} CPU seconds, of which the one that plans "
         f"{found['cpu_s']:.2f}."
     )
+
+
+def counts(
+    root: Path, processes: list[int], ranks: list[int], prefix: str
+) -> tuple[dict[int, dict[str, float]], list[str]]:
+    """What is counted in runs with these numbers of processes: for these numbers of ranks, and as
+    lines of a table.
+    """
+    found = {number: run_counts.count(root, number) for number in processes}
+    print(prefix, found, flush=True)
+    lines = []
+    for label, key in COUNTED.items():
+        lines.append(table_row(prefix + label, [str(found[number][key]) for number in processes]))
+    fitted = {}
+    for number in ranks:
+        fit = run_counts.fit(found, number)
+        fitted[number] = {prefix + label: fit[key] for label, key in COUNTED.items()}
+    return fitted, lines
+
+
+def table_row(label: str, cells: list[str]) -> str:
+    return f"| {label} | " + " | ".join(cells) + " |"
+
+
+def table_head(columns: list[str]) -> list[str]:
+    return [table_row("", columns), "|---" * (len(columns) + 1) + "|"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, nargs="*", default=[8, 128, 512, 1024])
-    parser.add_argument("--stock", type=int, nargs="*", default=[8, 128])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[8, 128, 1024])
+    parser.add_argument("--stock", type=int, nargs="*", default=[8, 128, 1024])
+    parser.add_argument("--background", type=int, default=64, help="ranks; 0: not measured")
     parser.add_argument(
-        "--background", type=int, default=64, help="number of ranks; 0: not measured"
+        "--processes", type=int, nargs="*", default=[2, 4, 8], help="three numbers; none: no runs"
     )
-    parser.add_argument(
-        "--before",
-        type=Path,
-        help="another checkout, whose descriptors and file operations to count",
-    )
+    parser.add_argument("--before", type=Path, help="another checkout, whose runs to count too")
     parser.add_argument("--flavor", default="llama3_405b")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:  # in a separate process
-        print(json.dumps(in_this_process(options.flavor, *options.one)))
+        print(json.dumps(in_this_process(options.flavor, options.folder, *options.one)))
         return
+
     body: list[str] = []
     results: dict[str, Any] = {}
     if options.background:
         results["background"], sentence = in_background(options.flavor, options.background)
         body += [sentence, ""]
         print(sentence, flush=True)
-    counted, lines = counts(report.ROOT, options.ranks, "") if options.ranks else ({}, [])
-    if options.before and options.ranks:
-        before, more = counts(options.before.resolve(), options.ranks, "before_")
-        counted, lines = {n: counted[n] | before[n] for n in counted}, lines + more
+    counted: dict[int, dict[str, float]] = {ranks: {} for ranks in options.ranks}
+    lines: list[str] = []
+    if options.processes:
+        roots = {"": report.ROOT}
+        if options.before:
+            roots["before: "] = options.before.resolve()
+        for prefix, root in roots.items():
+            fitted, more = counts(root, options.processes, options.ranks, prefix)
+            counted = {ranks: counted[ranks] | fitted[ranks] for ranks in options.ranks}
+            lines += more
+    measured: dict[int, dict[str, Any]] = {}
     for ranks in options.ranks:
-        run = [sys.executable, __file__, "--flavor", options.flavor, "--one"]
-        found = report.child([*run, "own", str(ranks)])
-        if ranks in options.stock:
-            found |= {
-                f"stock_{key}": value
-                for key, value in report.child([*run, "stock", str(ranks)]).items()
-            }
-        found |= {
-            key.replace("_bytes", "_mb"): value / 1e6
-            for key, value in found.items()
-            if key.endswith("_bytes")
-        }
+        found = measure_all(options.flavor, ranks, ranks in options.stock)
+        measured[ranks] = found
         results[str(ranks)] = found | counted[ranks]
-        print(ranks, found, flush=True)
-    body += ["| | " + " | ".join(f"{ranks:,} ranks" for ranks in options.ranks) + " |"]
-    body += ["|---" * (len(options.ranks) + 1) + "|"]
+        print(ranks, json.dumps(found, indent=1), flush=True)
+
+    body += table_head([f"{ranks:,} ranks" for ranks in options.ranks])
     for label, (key, form) in ROWS.items():
-        cells = [
-            form.format(f[key]) if key in f else "not measured"
-            for n, f in results.items()
-            if n != "background"
-        ]
-        body.append(f"| {label} | " + " | ".join(cells) + " |")
-    body += ["", "Counted with 2, 4 and 8 processes, and continued as a line or parabola:", ""]
-    body += ["| | 2 processes | 4 processes | 8 processes |", "|---|---|---|---|", *lines]
-    name = "many_ranks" + ("" if options.flavor == "llama3_405b" else f"_{options.flavor}")
+        cells = []
+        for found in measured.values():
+            cells.append(form.format(found[key]) if key in found else "not measured")
+        body.append(table_row(label, cells))
+    for ranks, found in measured.items():
+        for kind in ("stock_save", "stock_load"):
+            if f"{kind}_failed" in found:
+                body += ["", f"{kind} on {ranks:,} ranks: {found[f'{kind}_failed']}"]
+    if lines:
+        body += ["", *table_head([f"{ranks:,} ranks" for ranks in options.ranks])]
+        for label in counted[options.ranks[0]]:
+            cells = [f"{counted[ranks][label]:,.0f}" for ranks in options.ranks]
+            body.append(table_row(label, cells))
+        body += ["", "Counted in real runs, and continued as a line or parabola:", ""]
+        body += [*table_head([f"{number} processes" for number in options.processes]), *lines]
+    name = "many_ranks"
+    if options.flavor != "llama3_405b":
+        name = f"many_ranks_{options.flavor}"
     report.write(name, f"What many ranks cost each other, with {options.flavor}", body, results)
     report.exit_code(results)
 
 
-def in_this_process(flavor: str, kind: str, ranks: str, *rank: str) -> dict[str, Any]:
+def in_this_process(
+    flavor: str, folder: Path, kind: str, ranks: str, rank: str = "0"
+) -> dict[str, Any]:
     """One measurement."""
-    if kind == "boxes":
-        from titanlite.checkpoint.write_plan import Plan
-
-        return {"boxes": Plan(state_of(FLAVORS[flavor], int(ranks), int(rank[0]))).boxes()}
+    if kind == "rank":
+        return measure_rank(flavor, int(ranks), int(rank))
     if kind == "background":
         return background_save.measure(FLAVORS[flavor], int(ranks), rounds=3)
-    return (measure if kind == "own" else measure_stock)(flavor, int(ranks))
+    gc.disable()
+    torch.set_num_threads(1)  # CPU seconds also count threads that wait
+    if kind == "stock_save":
+        limit_memory()
+        return measure_stock_save(flavor, int(ranks), folder)
+    if kind == "stock_load":
+        return measure_stock_load(flavor, int(ranks), folder)
+    return measure(flavor, int(ranks), folder)
 
 
 if __name__ == "__main__":

@@ -1,103 +1,192 @@
-"""One process as a rank of many: the tensors it would have, and the messages that the other ranks
-would send.
+"""One process as a rank of many: the tensors that it would have, and what the other ranks would
+send to rank 0 in a save.
 
-The process group is torch's fake one. The layout is tp 8, the rest dp_shard.
+The process group is torch's fake one. The layout is tp 8, the rest dp_shard, and the optimizer
+AdamW. What the others send follows from the placements; `many_ranks.py` compares it with what a
+process plans that pretends to be another rank.
 """
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+import functools
+import hashlib
+import math
 import sys
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import report
+import torch
+import torch.distributed as dist
+from torch import Size, Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(report.ROOT))
 
+from titanlite.checkpoint.manifest import FileEntry
+from titanlite.checkpoint.planner import Entry, Report
+from titanlite.checkpoint.shard_file import Written
+from titanlite.checkpoint.state import ModelState, State
+from titanlite.config.load import load_config
+from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import LlamaConfig
+from titanlite.model.llama import Llama
+from titanlite.parallel.parallelize import split_and_parallelize
 
+Offsets = tuple[int, ...]
+Sizes = tuple[int, ...]
+TP = 8
 OPTIONS = [
-    "--parallel.tp=8",
+    f"--parallel.tp={TP}",
     "--run.device=cpu",
     "--compile.enabled=false",
     "--recompute.mode=none",
+    "--training.compute_dtype=bfloat16",
+    "--training.reduce_dtype=float32",
 ]
-OPTIONS += ["--training.compute_dtype=bfloat16", "--training.reduce_dtype=float32"]
 
 
-def state_of(llama: LlamaConfig, ranks: int, rank: int) -> dict[str, dict[str, Any]]:
-    """The state of a run with AdamW, as this rank of so many would have it, on the meta device."""
-    import torch
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from titanlite.checkpoint.state import ModelState
-    from titanlite.config.load import load_config
-    from titanlite.distributed.mesh import Mesh
-    from titanlite.model.llama import Llama
-    from titanlite.parallel.parallelize import split_and_parallelize
-
+def state_of(llama: LlamaConfig, ranks: int, rank: int) -> State:
+    """The state of a run, as this rank of so many would have it, on the meta device."""
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     config = load_config(["debug", *OPTIONS])
-    mesh = Mesh("cpu", {"pp": 1, "dp_replicate": 1, "dp_shard": ranks // 8, "cp": 1, "tp": 8}, 600)
+    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": ranks // TP, "cp": 1, "tp": TP}
+    mesh = Mesh("cpu", degrees, 600)
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
-    weights = ModelState(split_and_parallelize(model, config, mesh, compiled=False)).state_dict()
-    moments = {
-        f"state.{n}.{key}": torch.empty_like(w)
-        for n, w in weights.items()
-        for key in ("exp_avg", "exp_avg_sq")
-    }
+    parts = split_and_parallelize(model, config, mesh, compiled=False)
+    weights = ModelState(parts).state_dict()
+    optimizer: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        optimizer[f"state.{name}.exp_avg"] = torch.empty_like(weight)
+        optimizer[f"state.{name}.exp_avg_sq"] = torch.empty_like(weight)
+        optimizer[f"state.{name}.step"] = torch.zeros(())
+    return {"model": weights, "optimizer": optimizer}
+
+
+def on_cpu(state: State, local: Callable[[Size], Tensor]) -> State:
+    """The state with this rank's parts on the CPU, which `local` makes of their shapes."""
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        part = local(value.to_local().shape)
+        mesh, placements = value.device_mesh, value.placements
+        return DTensor.from_local(
+            part, mesh, placements, shape=value.shape, stride=value.stride(), run_check=False
+        )
+
     return {
-        "model": weights,
-        "optimizer": moments | {f"state.{n}.step": torch.zeros(()) for n in weights},
+        part: {name: moved(value) for name, value in values.items()}
+        for part, values in state.items()
     }
 
 
-def box_of(value: Any, rank: int) -> tuple[Any, Any]:
+@functools.cache  # many tensors have the same one, and a strided shard takes up to 60 ms
+def box_of(
+    shape: Size, mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int
+) -> tuple[Offsets, Sizes]:
     """Offsets and sizes of a rank's part of a DTensor."""
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-
-    mesh = value.device_mesh
     place = (mesh.mesh == rank).nonzero()[0].tolist()
     sizes, offsets = _compute_local_shape_and_global_offset(
-        value.shape, tuple(mesh.shape), place, value.placements
+        shape, tuple(mesh.shape), place, placements
     )
     return tuple(offsets), tuple(sizes)
 
 
-def flat(state: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {f"{part}.{name}": value for part, own in state.items() for name, value in own.items()}
+class Layout(NamedTuple):
+    """One of the ways in which tensors are cut."""
+
+    value: Tensor  # a tensor that is cut so
+    writer: int  # which of its replicas, along tp, is written
 
 
-def examples(
-    state: dict[str, dict[str, Any]], table: dict[str, Any]
-) -> dict[int, tuple[str, Any, int | None]]:
-    """Layout -> name and value of its last tensor, and which replica writes it: replicas, along tp,
-    take turns.
-    """
-    from torch.distributed.tensor import DTensor
+class Others:
+    """What each rank of the group sends to rank 0."""
 
-    found: dict[int, tuple[str, Any, int | None]] = {}
-    turns = itertools.count()
-    for name, value in flat(state).items():
-        if isinstance(value, DTensor):
-            writer = (
-                next(turns) % value.device_mesh.size(1)
-                if value.placements[1].is_replicate()
-                else None
-            )
-            found[table[name][2]] = (name, value, writer)
-    return found
+    def __init__(self, state: State, ranks: int) -> None:
+        self.ranks = ranks
+        planner = DefaultSavePlanner()  # flattens the state
+        planner.set_up_planner(state)
+        self._tensors = planner.state_dict
+        self._table: list[Entry] = []
+        self._layouts: list[Layout] = []
+        numbers: dict[Hashable, int] = {}
+        bytes_of = [0] * TP  # that each replica writes
+        for name, value in self._tensors.items():
+            key: tuple[Hashable, ...] = (value.shape,)
+            writer = 0
+            if isinstance(value, DTensor):
+                if value.placements[1].is_replicate():
+                    writer = bytes_of.index(min(bytes_of))
+                    bytes_of[writer] += value.numel() * value.element_size()
+                key = (value.shape, value.placements, writer)
+            if key not in numbers:
+                numbers[key] = len(numbers)
+                self._layouts.append(Layout(value, writer))
+            path = planner.mappings[name]
+            self._table.append(Entry(path, value.dtype, tuple(value.shape), numbers[key]))
+        self._digest = hashlib.sha256(repr(self._table).encode()).hexdigest()
+
+    def report(self, rank: int) -> Report:
+        """What a rank's PlacementSavePlanner reports."""
+        boxes: list[tuple[int, Offsets, Sizes]] = []
+        for number, (value, writer) in enumerate(self._layouts):
+            replica = rank  # every rank has the tensors that are not cut
+            box: tuple[Offsets, Sizes] = ((), tuple(value.shape))
+            if isinstance(value, DTensor):
+                replica = rank % TP if value.placements[1].is_replicate() else 0
+                box = box_of(value.shape, value.device_mesh, value.placements, rank)
+            if replica == writer and 0 not in box[1]:
+                boxes.append((number, *box))
+        own = range(rank, len(self._table), self.ranks)
+        entries = {place: self._table[place] for place in own}
+        return Report(0, self._digest, len(self._table), entries, boxes)
+
+    def written(self, rank: int) -> list[WriteResult]:
+        """What a rank's StepWriter has written."""
+        results = []
+        for kind in ("model", "training"):
+            name = f"{kind}-{rank:05}.safetensors"
+            # The manifest's reader requires at least the size of the tensors
+            entry = FileEntry(1 << 40, hashlib.sha256(name.encode()).hexdigest())
+            results.append(WriteResult(MetadataIndex(name), entry.size, Written(entry, True)))
+        return results
+
+    def stock_plan(self, rank: int, own: SavePlan) -> SavePlan:
+        """The plan of a rank's DefaultSavePlanner; `own`: that of rank 0."""
+        items = []
+        for item in own.items:
+            value = self._tensors[item.index.fqn]
+            if isinstance(value, DTensor):
+                assert item.tensor_data is not None
+                offsets, sizes = box_of(value.shape, value.device_mesh, value.placements, rank)
+                # New objects for each item, as in a planner: shared ones would be pickled once
+                chunk = ChunkStorageMetadata(Size(offsets), Size(sizes))
+                data = dataclasses.replace(item.tensor_data, chunk=chunk)
+                index = MetadataIndex(item.index.fqn, offsets)
+                item = dataclasses.replace(item, index=index, tensor_data=data)
+            items.append(item)
+        return dataclasses.replace(own, items=items)
 
 
-def pretended_report(layouts: dict[int, tuple[str, Any, int | None]], rank: int) -> list[Any]:
-    """What `Plan.boxes` gives on another rank: its box in each layout that it writes."""
-    from titanlite.checkpoint.grid import Box
-
-    boxes = []
-    for layout, (name, value, writer) in layouts.items():
-        if writer is None or writer == rank % value.device_mesh.size(1):
-            file = f"{'model' if name.startswith('model.') else 'training'}-{rank:05}.safetensors"
-            boxes.append((0, layout, Box(file, *box_of(value, rank))))
-    return boxes
+def stock_written(rank: int, plan: SavePlan) -> list[WriteResult]:
+    """What a rank's FileSystemWriter has written, by its part of the global plan."""
+    name = f"__{rank}_0.distcp"
+    results = []
+    offset = 0
+    for item in plan.items:
+        assert item.tensor_data is not None
+        length = 4 * math.prod(item.tensor_data.chunk.sizes) + 1200  # what torch.save adds
+        results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
+        offset += length
+    return results

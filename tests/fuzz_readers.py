@@ -30,14 +30,15 @@ import pyarrow
 import pyarrow.parquet
 import torch
 import zstandard
+from checkpoints import read_step, write_step
 from foreign_configs import SAMPLES
 from model_builder import small_model
 from preparing import write_megatron
 from safetensors.torch import save_file
 
 from titanlite.checkpoint.divergence import read_record
+from titanlite.checkpoint.folders import RECORD as DIVERGED
 from titanlite.checkpoint.manifest import NAME, SEAL, RunMetadata, read_manifest
-from titanlite.checkpoint.read_step import load_states, read_step
 from titanlite.checkpoint.resume import (
     EXCLUDED,
     read_excluded,
@@ -45,9 +46,8 @@ from titanlite.checkpoint.resume import (
     training_changes,
 )
 from titanlite.checkpoint.retention import PROVEN, Retention, read_proof, steps_to_delete
+from titanlite.checkpoint.shard_file import SHARDING_INFO
 from titanlite.checkpoint.state import RandomState
-from titanlite.checkpoint.storage import RECORD as DIVERGED
-from titanlite.checkpoint.storage import write_step
 from titanlite.config.load import load_config
 from titanlite.config.schema import CheckpointConfig, Config, RunConfig
 from titanlite.config.to_toml import to_toml
@@ -72,7 +72,7 @@ from titanlite.tools.formats.detect_format import open_full_state, read_model
 from titanlite.tools.formats.full_state import ORIGIN
 from titanlite.tools.formats.huggingface_tokenizer import to_files
 from titanlite.tools.formats.load_weights import load_model, tokenizer_of
-from titanlite.tools.formats.safetensors_files import INDEX, SHARDING
+from titanlite.tools.formats.safetensors_files import INDEX
 from titanlite.tools.formats.same_model import require_same_model
 from titanlite.tools.import_config.detect import import_config
 from titanlite.tools.import_config.mapping import to_toml as import_to_toml
@@ -199,7 +199,7 @@ def _resume(folder: Path) -> None:
         require_compatible(folder / STEP, manifest, CONFIG, FILES, CheckpointConfig())
     training_changes(manifest.config, CONFIG)
     json.dumps(read_excluded(folder / STEP, manifest))
-    read_step(folder / STEP, manifest, {"model": _weights()}, alone=True)
+    read_step(folder / STEP, manifest, {"model": _weights()})
     read_any(folder)
 
 
@@ -232,7 +232,7 @@ def _read_random_state(folder: Path, data: bytes) -> None:
     state = RandomState().state_dict()
     for name, tensor in state.items():
         state[name] = torch.frombuffer(bytearray(content.read(tensor.nbytes)), dtype=tensor.dtype)
-    load_states(folder, {"random": RandomState()}, {"random": state})
+    RandomState().load_state_dict(state)
     random.random(), torch.rand(3)
 
 
@@ -277,7 +277,7 @@ def _shards(folder: Path) -> list[bytes]:
 
 def _read_shards(folder: Path, data: bytes) -> None:
     path = folder / "x/shard-00002-model-00001-of-00001.safetensors"
-    save_file(_cut(1), path, {SHARDING: data.decode("utf-8", "replace")})
+    save_file(_cut(1), path, {SHARDING_INFO: data.decode("utf-8", "replace")})
     read_any(folder / "x")
 
 
@@ -716,7 +716,7 @@ READERS = {
         functools.partial(_converted, "safetensors", INDEX, shard_size=8000),
         functools.partial(_read_in, INDEX),
     ),
-    SHARDING: Reader("text", _shards, _read_shards),
+    SHARDING_INFO: Reader("text", _shards, _read_shards),
     "model.json": Reader(
         "text",
         functools.partial(_converted, "safetensors", "model.json"),

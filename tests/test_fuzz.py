@@ -21,8 +21,8 @@ from fuzz_readers import RANKS, READERS, SHAPE, TOML, Reader, read_any, read_dat
 
 from titanlite.checkpoint import manifest, retention
 from titanlite.checkpoint.divergence import read_record
+from titanlite.checkpoint.folders import RECORD as DIVERGED
 from titanlite.checkpoint.retention import PROVEN, read_proof
-from titanlite.checkpoint.storage import RECORD as DIVERGED
 from titanlite.config import load
 from titanlite.config.load import load_config
 from titanlite.data.tokenizer import Tokenizer

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.checkpoint import shard_file
+from titanlite.checkpoint.shard_file import Shard
 from titanlite.config.load import program_folder
 from titanlite.data.stream import Batch, TrainStream
 from titanlite.distributed.watchdog import Watchdog
@@ -56,8 +57,8 @@ def kill(rank: int, at: int) -> Accident:
     """Kills the process of a rank in the middle of a file of the checkpoint of step `at`."""
     original = shard_file.write_file
 
-    def write_file(path: Path, tensors: dict[str, Tensor]) -> int:
-        size = original(path, tensors)
+    def write_file(path: Path, shard: Shard) -> int:
+        size = original(path, shard)
         # A save writes into a folder with another name, which it renames at the end
         if dist.get_rank() == rank and path.parent.name.startswith(f"step-{at}.tmp"):
             os.truncate(path, size // 2)

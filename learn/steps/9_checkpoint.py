@@ -144,5 +144,5 @@ if __name__ == "__main__":
     launch(train, processes=4, allowed=(1, 2, 4, 8))
 
 # With torch, and in titanlite:
-#   save  torch.distributed.checkpoint.save  titanlite/checkpoint/storage.py: write_step
-#   load  torch.distributed.checkpoint.load  titanlite/checkpoint/read_step.py: read_step
+#   save  torch.distributed.checkpoint.save  titanlite/checkpoint/storage.py: StepWriter
+#   load  torch.distributed.checkpoint.load  titanlite/checkpoint/storage.py: StepReader

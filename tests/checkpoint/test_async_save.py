@@ -12,15 +12,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoints import write_step
 from runs import curve, train_run
 from safetensors.torch import load_file
 
 from titanlite.checkpoint import async_save, manager, shard_file, storage
 from titanlite.checkpoint.async_save import AsyncSaver
-from titanlite.checkpoint.manager import Diverged
+from titanlite.checkpoint.folders import list_steps
+from titanlite.checkpoint.manager import Checkpointer, Diverged
 from titanlite.checkpoint.manifest import RunMetadata, read_manifest
 from titanlite.checkpoint.step_files import verify_files
-from titanlite.checkpoint.storage import SaveError, list_steps, write_step
+from titanlite.checkpoint.storage import SaveError
 from titanlite.data.stream import TrainStream
 from titanlite.distributed import signals
 
@@ -65,21 +67,21 @@ def train_with_failures(arguments: list[str], times: int, step: int) -> tuple[st
     """
     write_file, write_checkpoint, read = (
         shard_file.write_file,
-        manager.write_step,
+        Checkpointer._write,
         TrainStream.next_step,
     )
     failed, since = [], [0]
 
-    def write(path, tensors):
+    def write(path, shard):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    def write_step(folder, at, *rest):
+    def write_step(checkpointer, at, *rest):
         failing = dist.get_rank() == 1 and at >= step and len(failed) < times
         failed.extend([at] * failing)
         shard_file.write_file = write if failing else write_file
         try:
-            return write_checkpoint(folder, at, *rest)
+            return write_checkpoint(checkpointer, at, *rest)
         except SaveError:
             since[0] = 0
             raise
@@ -89,7 +91,7 @@ def train_with_failures(arguments: list[str], times: int, step: int) -> tuple[st
         return read(stream)
 
     async_save.time.sleep = lambda seconds: None  # between the tries
-    manager.write_step, TrainStream.next_step = write_step, next_step
+    Checkpointer._write, TrainStream.next_step = write_step, next_step
     try:
         return str(train_run(arguments)), since[0]
     except SaveError as error:

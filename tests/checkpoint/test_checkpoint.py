@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -12,61 +13,28 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from model_builder import EIGHT_LAYOUTS, EVEN, SMALL, build_stages, full
+from checkpoints import (
+    TOKENS,
+    build,
+    everything,
+    of_all_ranks,
+    read_step,
+    save_after_a_step,
+)
+from model_builder import EIGHT_LAYOUTS, EVEN, SMALL
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from titanlite.checkpoint import retention, shard_file
-from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.manifest import RunMetadata, read_manifest
-from titanlite.checkpoint.read_step import find_step_folder, read_step
-from titanlite.checkpoint.state import ModelState, OptimizerState
-from titanlite.checkpoint.storage import SaveError, list_steps, sweep, write_step
-from titanlite.config.schema import CheckpointConfig, OptimizerConfig
+from titanlite.checkpoint.folders import find_step_folder, list_steps, sweep
+from titanlite.checkpoint.manager import Checkpointer, Newest
+from titanlite.checkpoint.manifest import read_manifest
+from titanlite.checkpoint.storage import SaveError
+from titanlite.config.schema import CheckpointConfig
 from titanlite.data.stream import Batch
 from titanlite.model.flavors import LlamaConfig
-from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.stages import Stages
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats.load_weights import load_model, open_verified, tokenizer_of
-
-TOKENS = torch.randint(101, (2, 17), generator=torch.Generator().manual_seed(3))
-
-
-def build(
-    parallel: dict, seed: int, llama: LlamaConfig, name: str
-) -> tuple[Stages, torch.optim.Optimizer, dict]:
-    """A model in some layout over all ranks, and its states. `name`: of the optimizer."""
-    stages = build_stages(parallel, seed, llama)
-    optimizer = build_optimizer(stages.model_parts, OptimizerConfig(name))
-    states = {
-        "model": ModelState(stages.model_parts),
-        "optimizer": OptimizerState(stages.model_parts, optimizer),
-    }
-    return stages, optimizer, states
-
-
-def everything(stages: Stages, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """All weights and moments that this rank has a part of, whole."""
-    named = [pair for part in stages.model_parts for pair in part.named_parameters()]
-    whole = {name: full(p).detach().clone() for name, p in named}
-    for name, parameter in named:
-        for key, value in optimizer.state[parameter].items():
-            whole[f"{name}.{key}"] = full(value).clone()
-    return whole
-
-
-def save_after_a_step(
-    folder: Path, parallel: dict, llama: LlamaConfig, name: str = "adamw"
-) -> dict[str, torch.Tensor]:
-    stages, optimizer, states = build(parallel, 0, llama, name)
-    stages.forward_backward(Batch(TOKENS[:, :-1], TOKENS[:, 1:]), torch.tensor(32))
-    optimizer.step()
-    optimizer.zero_grad()
-    state = {name: part.state_dict() for name, part in states.items()}
-    # Earlier versions saved the step twice; loading ignores it
-    state["schedule"] = {"completed": torch.tensor(1)}
-    write_step(folder, 1, state, {"note.txt": b"hello"}, RunMetadata({}, {}, ""))
-    return everything(stages, optimizer)
 
 
 def load_into_other_weights(
@@ -79,15 +47,6 @@ def load_into_other_weights(
         state.load_state_dict(loaded[name])
     assert optimizer.param_groups[-1]["betas"] == (0.9, 0.95)
     return everything(stages, optimizer)
-
-
-def of_all_ranks(found: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """One mapping of what the ranks have; where two have the same it is the same."""
-    merged: dict[str, torch.Tensor] = {}
-    for mine in found:
-        for name, value in mine.items():
-            assert torch.equal(merged.setdefault(name, value), value), name
-    return merged
 
 
 TIED = dataclasses.replace(EVEN, tied_embeddings=True)
@@ -179,15 +138,19 @@ def test_any_safetensors_tool_can_look_inside(pool, tmp_path):
         "note.txt",
     }
     assert (folder / "note.txt").read_bytes() == b"hello"
-    for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
     name = "layers.0.feed_forward.w1.weight"
     rows, columns = saved[name].shape
-    half = (rows + 1) // 2
-    parts = [
-        f"model.{name}[{begin}:{end}, 0:{columns}]" for begin, end in ((0, half), (half, rows))
-    ]
-    assert torch.equal(torch.cat([found[part] for part in parts]), saved[name])
+    offsets = []
+    parts = []
+    for path in sorted(folder.glob("model-*.safetensors")):
+        parts.append(load_file(path)[f"model.{name}"])
+        with safe_open(path, framework="pt") as file:
+            places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+        offsets.append(places[f"model.{name}"]["saved_offsets"])
+    assert offsets == [[0, 0], [(rows + 1) // 2, 0]]
+    assert torch.equal(torch.cat(parts), saved[name])
+    for path in folder.glob("training-*.safetensors"):
+        found |= load_file(path)
     assert found[f"optimizer.state.{name}.step"] == 1
     manifest = read_manifest(folder)
     assert manifest.step == 1
@@ -218,7 +181,7 @@ def test_an_evaluation_before_saving_loses_no_state(pool):
 def fail_in_the_middle(folder: Path) -> list[int]:
     """Rank 1 fails while it writes; returns the steps that are visible afterwards."""
 
-    def write(path, tensors):
+    def write(path, shard):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
@@ -384,7 +347,7 @@ def due_steps(
 ) -> list[int]:
     config = CheckpointConfig(freq=freq)
     checkpointer = Checkpointer(config, folder, {}, None, torch.device("cpu"), None)
-    checkpointer.newest = newest
+    checkpointer.newest = Newest(newest)
     return [
         step
         for step in range(1, 7)
@@ -418,10 +381,8 @@ def test_one_process_reads_a_run_back(pool, arguments, tmp_path):
     model = load_model(full, torch.device("cpu"), seq_len=100)
     assert model.rope.shape[0] == 100
     assert tokenizer_of(full).size == model.config.vocab_size
-    raw: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("model-*")):
-        raw |= load_file(path)
+    files = [load_file(path) for path in sorted(folder.glob("model-*"))]
     for name, parameter in model.named_parameters():
-        parts = [value for key, value in raw.items() if key.split("[")[0] == f"model.{name}"]
+        parts = [file[f"model.{name}"] for file in files if f"model.{name}" in file]
         assert torch.equal(parameter, torch.cat(parts))
         assert torch.isfinite(parameter).all()

@@ -19,10 +19,10 @@ from titanlite.checkpoint.divergence import (
     excluded_before,
     read_record,
 )
+from titanlite.checkpoint.folders import RECORD, list_steps
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CorruptCheckpoint, FileEntry
 from titanlite.checkpoint.resume import EXCLUDED, read_excluded
-from titanlite.checkpoint.storage import RECORD, list_steps
 from titanlite.config.schema import CheckpointConfig, TrainingConfig
 from titanlite.data.stream import TrainStream, Windows
 from titanlite.optim.stability import NOT_FINITE, Verdict

@@ -1,4 +1,4 @@
-"""Grids: how a tensor is cut, which cells a part overlaps, and which lists of parts are no grid."""
+"""Grids: how a tensor is cut, and which lists of parts are no grid."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 import time
 
 import pytest
-import torch
 
 from titanlite.checkpoint.grid import Box, Grid, grid_of
 
@@ -38,35 +37,6 @@ def test_a_grid_is_found_from_its_boxes_in_any_order():
         ]
         chance.shuffle(boxes)
         assert grid_of(grid.shape, boxes) == grid
-
-
-def test_the_cells_that_overlap_a_box_cover_it_once():
-    chance = random.Random(1)
-    for _ in range(300):
-        grid = random_grid(chance)
-        offsets = [chance.randrange(size) for size in grid.shape]
-        sizes = [
-            chance.randint(0, size - offset)
-            for size, offset in zip(grid.shape, offsets, strict=True)
-        ]
-        covered = torch.zeros(grid.shape, dtype=torch.int64)
-        for box in grid.overlapping(offsets, sizes):
-            place = tuple(
-                slice(start, start + size)
-                for start, size in zip(box.offsets, box.sizes, strict=True)
-            )
-            covered[place] += 1
-            assert box.file == grid.files[list(grid.boxes()).index(box)]
-        inside = covered[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]
-        assert bool((inside == 1).all())
-        if 0 in sizes:
-            assert not covered.any()
-
-
-def test_no_cell_is_read_that_does_not_overlap():
-    grid = Grid(((0, 2, 4, 6), (0, 3, 6)), tuple("abcdef"))
-    assert [box.file for box in grid.overlapping((2, 3), (2, 3))] == ["d"]
-    assert [box.file for box in grid.overlapping((1, 0), (2, 3))] == ["a", "c"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from messages import refused
 
 from titanlite.checkpoint.grid import Grid
 from titanlite.checkpoint.manifest import FileEntry, Manifest, TensorEntry
-from titanlite.checkpoint.resume import missing_parts, require_compatible
+from titanlite.checkpoint.resume import missing_parts, require_compatible, samples_used
 from titanlite.checkpoint.state import RandomState, state_of
 from titanlite.checkpoint.step_files import digest_of
 from titanlite.config.schema import CheckpointConfig, Config
@@ -43,6 +43,21 @@ def test_only_optional_parts_that_are_on_and_not_in_the_checkpoint_begin_anew():
         "random": RandomState(),  # not optional: reading the checkpoint names what is absent
     }
     assert missing_parts(manifest, states, state_of(states)) == {"new": states["new"]}
+
+
+@pytest.mark.parametrize("content", [b"", b"not a file of tensors"])
+def test_a_count_of_samples_that_is_no_count_is_found_when_it_is_loaded(tmp_path, content):
+    """It is looked at before: a number with a fraction, or infinity, is not converted."""
+    name = "training-00000.safetensors"
+    (tmp_path / name).write_bytes(content)
+    tensors = {"data.samples": TensorEntry("F32", Grid((), (name,)))}
+    manifest = Manifest(1, True, "", "", {}, {}, "", None, {}, tensors)
+    assert samples_used(tmp_path, manifest) == 0
+    manifest = dataclasses.replace(
+        manifest, tensors={"data.samples": TensorEntry("I64", Grid((), (name,)))}
+    )
+    with refused(name):
+        samples_used(tmp_path, manifest)
 
 
 @pytest.mark.parametrize("older", [False, True])

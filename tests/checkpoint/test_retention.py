@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import write_step
 from runs import train_run
 
+from titanlite.checkpoint.folders import list_steps
 from titanlite.checkpoint.manifest import Manifest, RunMetadata
 from titanlite.checkpoint.retention import (
     PROVEN,
@@ -21,7 +23,6 @@ from titanlite.checkpoint.retention import (
     read_proof,
     steps_to_delete,
 )
-from titanlite.checkpoint.storage import list_steps, write_step
 
 
 def manifest(step: int, loss: float | None = None) -> Manifest:

@@ -67,5 +67,6 @@ def gloo_groups_of_a_gpu_run(folder: Path) -> tuple[int, list[int]]:
     return sum("gloo" in backend for backend, _ in _world.pg_map.values()), agreed
 
 
-def test_on_gpus_one_group_uses_gloo_and_no_axis_of_the_mesh(pool, tmp_path):
-    assert pool.run(4, gloo_groups_of_a_gpu_run, tmp_path) == [(1, [0, 1, 2, 3])] * 4
+def test_on_gpus_two_groups_use_gloo_and_no_axis_of_the_mesh(pool, tmp_path):
+    """That of messages between hosts, and that of checkpoints."""
+    assert pool.run(4, gloo_groups_of_a_gpu_run, tmp_path) == [(2, [0, 1, 2, 3])] * 4

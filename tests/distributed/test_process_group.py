@@ -32,7 +32,7 @@ def start_on(device: str, seed: int = 5) -> torch.device:
 @pytest.fixture
 def gpus(monkeypatch):
     """A machine with CUDA devices, as far as the process group asks. Returns the recorded calls."""
-    calls = {}
+    calls = {"groups": []}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.update(device=device))
     monkeypatch.setattr(
@@ -40,7 +40,10 @@ def gpus(monkeypatch):
         "init_process_group",
         lambda backend, **options: calls.update(options, backend=backend),
     )
-    monkeypatch.setattr(dist, "new_group", lambda **options: calls.update(host=options))
+    monkeypatch.setattr(dist, "new_group", lambda **options: calls["groups"].append(options))
+    monkeypatch.setattr(
+        process_group, "set_group_timeout", lambda group, seconds: calls.update(patience=seconds)
+    )
     monkeypatch.setattr(process_group, "_host_group", None)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "")  # remembered, and restored at the end
@@ -54,7 +57,8 @@ def test_each_process_of_a_node_has_a_gpu_and_nccl_connects_at_once(gpus, monkey
     device = start_on("auto")
     assert device == gpus["device"] == gpus["device_id"] == torch.device("cuda", 3)
     assert gpus["backend"] == "nccl"
-    assert gpus["host"] == {"backend": "gloo", "timeout": timedelta(seconds=30)}
+    assert gpus["groups"] == [{"backend": "gloo", "timeout": timedelta(seconds=30)}] * 2
+    assert gpus["patience"] == 24 * 3600
     assert gpus["timeout"] == timedelta(seconds=30)
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 

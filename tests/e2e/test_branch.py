@@ -12,7 +12,7 @@ import pytest
 from messages import assert_mentions, run_refused
 from runs import curve, rows, train_run, train_until
 
-from titanlite.checkpoint.storage import list_steps
+from titanlite.checkpoint.folders import list_steps
 
 DOCUMENT = (Path(__file__).parents[2] / "docs/schedules.md").read_text()
 STABLE = [

@@ -13,26 +13,28 @@ import pytest
 import torch.distributed as dist
 from runs import curve, train_run
 
-from titanlite.checkpoint import async_save, shard_file, staging, storage
+from titanlite.checkpoint import async_save, folders, shard_file, staging, storage
+from titanlite.checkpoint.folders import list_steps, step_folder
 from titanlite.checkpoint.manifest import read_manifest
+from titanlite.checkpoint.planner import PlacementSavePlanner
 from titanlite.checkpoint.step_files import verify_files
-from titanlite.checkpoint.storage import list_steps, step_folder
 from titanlite.tools.verify.pool import WorkerError
 
 pytestmark = pytest.mark.slow
 
 # Fault point -> the function it lies before, within or after, and whether rank 0 alone comes by
 POINTS: dict[str, tuple[object, str, str, bool]] = {
-    "planning": (storage.Plan, "files", "before", False),
-    "folder made": (storage._Save, "begin", "after", True),
+    "planning": (PlacementSavePlanner, "create_local_plan", "after", False),
+    "folder made": (storage.StepWriter, "prepare_global_plan", "after", True),
+    "planned": (PlacementSavePlanner, "finish_plan", "before", False),
     "mid-shard": (shard_file, "write_file", "within", False),
     "shard end": (shard_file, "write_file", "after", False),
-    "all written": (storage._Save, "write", "after", False),
-    "before the manifest": (storage._Save, "commit", "before", True),
+    "all written": (storage.StepWriter, "write_data", "after", False),
+    "before the manifest": (storage.StepWriter, "finish", "before", True),
     "mid-commit": (storage, "write_synced", "after", True),
-    "before the rename": (storage, "_publish", "before", True),
-    "after the rename": (storage, "_publish", "after", True),
-    "in retention": (storage.shutil, "rmtree", "within", True),
+    "before the rename": (folders, "publish", "before", True),
+    "after the rename": (folders, "publish", "after", True),
+    "in retention": (folders.shutil, "rmtree", "within", True),
     "in async staging": (staging, "_bytes", "after", False),
     "in async write": (storage, "write_files", "before", False),
 }
@@ -72,8 +74,8 @@ def die(arguments: list[str], point: str, victim: int, step: int) -> int:
         if (
             where == "within" and name == "write_file"
         ):  # a process that dies within has done half of it
-            half = dict(list(args[1].items())[: len(args[1]) // 2 + 1])
-            original(args[0], half)
+            tensors = list(args[1].tensors.items())
+            original(args[0], args[1]._replace(tensors=dict(tensors[: len(tensors) // 2 + 1])))
             os.truncate(args[0], 4000)
         elif where == "within":
             next(Path(args[0]).iterdir()).unlink()

@@ -9,13 +9,13 @@ import time
 
 import pytest
 import torch
+from checkpoints import write_step
 from launches import alive, finish, start, wait_for_step, workers
 from runs import curve, rows, train_run, train_until, validation
 from safetensors.torch import load_file
 
 from titanlite.checkpoint.async_save import AsyncSaver
 from titanlite.checkpoint.manifest import RunMetadata
-from titanlite.checkpoint.storage import write_step
 from titanlite.data.stream import Batch
 from titanlite.data.to_device import prefetch
 from titanlite.model import block_mask

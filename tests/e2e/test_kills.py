@@ -23,10 +23,10 @@ import torch.distributed as dist
 from bad_steps import nan_with
 from runs import rows, train_run
 
+from titanlite.checkpoint.folders import list_steps, step_folder
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.checkpoint.step_files import verify_files
-from titanlite.checkpoint.storage import list_steps, step_folder
 from titanlite.data.stream import TrainStream
 from titanlite.tools.verify.pool import Pool, WorkerError
 

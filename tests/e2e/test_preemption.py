@@ -17,13 +17,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoints import write_step
 from model_builder import EIGHT_LAYOUTS
 from runs import curve, train_run, train_until
 
 from titanlite.checkpoint.async_save import AsyncSaver
+from titanlite.checkpoint.folders import list_steps, step_folder
 from titanlite.checkpoint.manifest import RunMetadata, read_manifest
 from titanlite.checkpoint.step_files import verify_files
-from titanlite.checkpoint.storage import SaveError, list_steps, step_folder, write_step
+from titanlite.checkpoint.storage import SaveError
 from titanlite.data.stream import Samples, TrainStream
 
 pytestmark = pytest.mark.slow

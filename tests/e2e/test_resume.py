@@ -5,12 +5,12 @@ from unittest import mock
 
 import pytest
 import torch
+from checkpoints import read_step, write_step
 from messages import assert_mentions, run_refused
 from runs import curve, rows, samples_of_a_run, train_run, train_until
 
+from titanlite.checkpoint.folders import list_steps
 from titanlite.checkpoint.manifest import DTYPES, RunMetadata, read_manifest
-from titanlite.checkpoint.read_step import read_step
-from titanlite.checkpoint.storage import list_steps, write_step
 
 
 # 4 repeats what 2 show

@@ -19,8 +19,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from titanlite.checkpoint.folders import RECORD, list_steps
 from titanlite.checkpoint.manager import Checkpointer, Diverged
-from titanlite.checkpoint.storage import RECORD, list_steps
 from titanlite.config.load import load_config
 from titanlite.distributed import signals
 from titanlite.tools.report.run_data import read_run

@@ -15,12 +15,13 @@ from unittest import mock
 
 import pytest
 import torch
+from checkpoints import write_step
 from runs import train_run
 
+from titanlite.checkpoint.folders import list_steps
 from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.planner import LocalParts
 from titanlite.checkpoint.state import State
-from titanlite.checkpoint.storage import list_steps, write_step
-from titanlite.checkpoint.write_plan import local_parts
 from titanlite.tools.verify.pool import Pool
 
 SAVED = (0, 1, 3)  # after so many steps
@@ -65,10 +66,11 @@ def fingerprints(state: State) -> dict[str, Fingerprint]:
     Of the clock, which advances between two looks, only the kind.
     """
     found = {}
-    for part, _ in local_parts(state):
+    flat = {f"{section}.{key}": value for section in state for key, value in state[section].items()}
+    for part in LocalParts().of(flat):
         content = part.local.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
         digest = "" if part.name == "progress.seconds" else hashlib.sha256(content).hexdigest()
-        found[part.name] = (part.local.dtype, part.shape, part.offsets, digest)
+        found[part.name] = (part.local.dtype, part.value.shape, part.chunk.offsets, digest)
     return found
 
 

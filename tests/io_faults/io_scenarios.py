@@ -16,17 +16,19 @@ from unittest import mock
 import torch
 import torch._dynamo  # a model on the meta device imports it: once here, not in each forked process
 import torch.distributed as dist
+from checkpoints import write_step
 from io_calls import Outcome, forked
 from model_builder import SMALL, small_model
 from runs import curve
 
 import train
 from titanlite.checkpoint import async_save
+from titanlite.checkpoint.folders import list_steps, step_folder
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import RunMetadata, read_manifest
 from titanlite.checkpoint.state import ModelState
 from titanlite.checkpoint.step_files import verify_files
-from titanlite.checkpoint.storage import SaveError, list_steps, step_folder, write_step
+from titanlite.checkpoint.storage import SaveError
 from titanlite.config.schema import CheckpointConfig
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import replace_file
@@ -242,8 +244,8 @@ class Saving(Scenario):
             config, self.work / "run", {"model": state}, facts, torch.device("cpu"), guard
         )
         manager.load()
-        assert torch.equal(state.tensors["b"], Held(manager.newest).tensors["b"])
-        for step in range(manager.newest + 1, 6 if again else 4):
+        assert torch.equal(state.tensors["b"], Held(manager.newest.step).tensors["b"])
+        for step in range(manager.newest.step + 1, 6 if again else 4):
             state.tensors = Held(step).tensors
             try:
                 manager.save(step, None, wait=False)

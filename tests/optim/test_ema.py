@@ -12,7 +12,7 @@ from model_builder import EVEN, build_stages, full
 from runs import rows, train_run, train_until
 from torch import nn
 
-from titanlite.checkpoint.storage import list_steps
+from titanlite.checkpoint.folders import list_steps
 from titanlite.config.schema import EmaConfig, OptimizerConfig
 from titanlite.data.stream import Batch
 from titanlite.optim.ema import WeightEMA

@@ -15,8 +15,8 @@ from model_builder import EVEN, build_stages, full
 from runs import curve, rows, train_run, train_until
 from torch.distributed.tensor import DTensor
 
+from titanlite.checkpoint.folders import list_steps
 from titanlite.checkpoint.manager import Diverged
-from titanlite.checkpoint.storage import list_steps
 from titanlite.config.schema import LossConfig, OptimizerConfig, TrainingConfig
 from titanlite.data.stream import Batch, count_targets
 from titanlite.optim.clip import clip_grad_norm

@@ -58,7 +58,7 @@ def test_two_runs_are_equal_bit_for_bit(pool, arguments, tmp_path, processes, mo
 
 def load(folder: Path) -> list[torch.Tensor]:
     """All parameters and moments of the last checkpoint."""
-    from titanlite.checkpoint.read_step import read_step
+    from checkpoints import read_step
 
     path = folder / "checkpoints/step-3"
     manifest = read_manifest(path)
@@ -68,7 +68,7 @@ def load(folder: Path) -> list[torch.Tensor]:
     for name, tensor in tensors.items():
         part, _, rest = name.partition(".")
         tree.setdefault(part, {})[rest] = tensor
-    read_step(path, manifest, tree, alone=True)
+    read_step(path, manifest, tree)
     return list(tensors.values())
 
 

@@ -2,15 +2,17 @@
 
 What it is: a save in two parts. Staging copies the state into host memory during the next forward
 and backward, which read parameters and optimizer state but do not change them; the loop waits for
-the copy before the optimizer step. Then a thread plans, writes and commits from the copy. Its
-messages have a separate tag, so that they cannot mix with those of training. At most one save is in
-progress.
+the copy before the optimizer step. Then a thread calls `dcp.save` with the copy, in a process group
+of its own. At most one save is in progress.
 
     disabled       the loop waits for the whole save; on CUDA the state is first copied to the host
     async          copies into new memory, which is freed after the save
     async_pinned   copies into memory that is kept for the next save, which is faster
 
 On CUDA all three copy through pinned buffers (`staging.py`); `async_pinned` is an older name.
+Why not `dcp.async_save`: it saves once, and here a save that has failed is repeated from the same
+copy while training continues. And its thread waits for the copy before it joins the other ranks: if
+one rank cannot copy, the others would wait for it in the save.
 What it costs: a copy of this process's part of the state in host memory: 12 bytes per parameter,
 over all processes.
 """

@@ -29,9 +29,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from titanlite.checkpoint.folders import RECORD, list_steps, step_folder
 from titanlite.checkpoint.manifest import Settings
 from titanlite.checkpoint.retention import set_aside
-from titanlite.checkpoint.storage import RECORD, list_steps, step_folder
 from titanlite.data.excluded import Range
 from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.optim.stability import Verdict

@@ -1,9 +1,11 @@
 """Checkpoint manager: when a run saves, and from which checkpoint it resumes.
 
-What it is: decides when to save and load; `storage.py` writes and `resume.py` reads. A run whose
-folder holds checkpoints resumes from the newest complete one; a damaged one is reported, renamed
-and skipped. A save is due every `freq` steps or `freq_minutes`, at the end, after a signal, and
-when a file named SAVE appears in the run's folder.
+What it is: decides when to save and load. Both are done by torch.distributed.checkpoint (DCP): a
+save is `dcp.save`, below, and a load `dcp.load`, in `resume.py`, with a planner and a storage of
+ours as DCP's plug-ins (`planner.py`, `storage.py`). A run whose folder holds checkpoints resumes
+from the newest complete one; a damaged one is reported, renamed and skipped. A save is due every
+`freq` steps or `freq_minutes`, at the end, after a signal, and when a file named SAVE appears in
+the run's folder.
 A checkpoint is proven when a later step has a finite loss and gradient. Until then it may be
 useless although all its numbers are finite: a huge update can leave weights whose next gradient is
 NaN. So older checkpoints are deleted only once the newest is proven, and the last plausible one
@@ -19,24 +21,30 @@ import json
 import logging
 import math
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.stateful import Stateful
 
 from titanlite.checkpoint import divergence
 from titanlite.checkpoint.async_save import AsyncSaver
 from titanlite.checkpoint.divergence import Suspect
+from titanlite.checkpoint.folders import list_steps, step_folder, sweep
 from titanlite.checkpoint.manifest import RunMetadata
+from titanlite.checkpoint.planner import PlacementSavePlanner
 from titanlite.checkpoint.resume import EXCLUDED, resume
 from titanlite.checkpoint.retention import Retention
 from titanlite.checkpoint.run_facts import RunFacts
-from titanlite.checkpoint.state import State, Stateful, state_of
-from titanlite.checkpoint.storage import list_steps, step_folder, sweep, write_step
+from titanlite.checkpoint.state import State, state_of
+from titanlite.checkpoint.storage import StepWriter, saving
 from titanlite.config.schema import CheckpointConfig
 from titanlite.data.excluded import Range
 from titanlite.data.stream import TrainStream
 from titanlite.distributed.agreement import PATIENT, broadcast_from_rank0, gather
+from titanlite.distributed.process_group import checkpoint_group
 from titanlite.observe.metrics_file import drop_later_lines
 from titanlite.optim.stability import Guard, Outcome, Verdict
 from titanlite.runtime.errors import ConfigError
@@ -47,6 +55,16 @@ logger = logging.getLogger("titanlite")
 
 class Diverged(RuntimeError):
     """Training has diverged, and the run ends. Its checkpoints are intact."""
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The newest checkpoint of the run, and what this process knows about it."""
+
+    step: int = 0  # 0: there is none
+    proven: bool = True  # a later step of this process had a finite loss and gradient
+    resumed: int = 0  # the step that this process has resumed from, until one is proven
+    returned: bool = False  # to `resumed`, in a rollback
 
 
 class Checkpointer:
@@ -68,13 +86,11 @@ class Checkpointer:
         self.states = states
         self.facts = facts
         self.guard = guard
+        self.planner = PlacementSavePlanner()
         self.saver = AsyncSaver(config.async_mode, config.retries, device)
         self.retention = Retention(self.folder)
         self.excluded: list[Range] = []  # sample numbers that later checkpoints record
-        self.newest = 0  # the step of the newest checkpoint
-        self.unproven = False  # whether this process has not yet proven the newest checkpoint
-        self.resumed = 0  # the step that this process has resumed from, while that is unproven
-        self.returned = False  # to that step, in a rollback
+        self.newest = Newest()
         self._saved_at = time.monotonic()
 
     def load(self) -> bool:
@@ -113,10 +129,8 @@ class Checkpointer:
     def _resume(self) -> None:
         resumed = resume(self.folder, self.config, self.facts, self.states, self.retention)
         self.exclude_samples(resumed.excluded)
-        self.newest = resumed.step
-        self.resumed = resumed.step
         # Also if it was proven: if this process diverges at once, something is wrong with it
-        self.unproven = True
+        self.newest = Newest(resumed.step, proven=False, resumed=resumed.step)
 
     def exclude_samples(self, ranges: list[Range]) -> None:
         """Lets the stream leave these samples out too; checkpoints saved later record them."""
@@ -155,6 +169,11 @@ class Checkpointer:
         self.saver.wait_for_staging()
 
     @property
+    def unproven(self) -> bool:
+        """Whether this process has not yet proven the newest checkpoint."""
+        return not self.newest.proven
+
+    @property
     def failed(self) -> bool:
         """Whether an asynchronous save has failed on this process; `raise_failure` says why."""
         return self.saver.failed
@@ -163,7 +182,7 @@ class Checkpointer:
         """Whether to save after this step. `requested`: it is the last one, or all ranks have
         agreed to a request.
         """
-        if step == self.newest:
+        if step == self.newest.step:
             return False
         regular = self.config.freq > 0 and step % self.config.freq == 0
         return requested or regular
@@ -174,8 +193,7 @@ class Checkpointer:
         Returns when the save is complete if `wait`, or if saving is not asynchronous.
         """
         mark_phase(Phase.SAVE)
-        self.newest = step
-        self.unproven = True
+        self.newest = replace(self.newest, step=step, proven=False)
         self._saved_at = time.monotonic()
         if validation_loss is not None and not math.isfinite(validation_loss):
             validation_loss = None
@@ -195,7 +213,18 @@ class Checkpointer:
         failure: Exception | None,
     ) -> None:
         """Writes and logs a checkpoint: in the saver's thread if saving is asynchronous."""
-        manifest = write_step(self.folder, step, state, files, metadata, failure)
+        writer = StepWriter(self.folder, step, self.planner, files, metadata, failure)
+        try:
+            with saving(step, self.folder):
+                dcp.save(
+                    state,
+                    storage_writer=writer,
+                    planner=self.planner,
+                    process_group=checkpoint_group(),
+                )
+        finally:
+            self.planner.release()  # else a copy of the state would stay until the next save
+        manifest = writer.manifest
         if manifest is None:  # not on rank 0
             return
         seconds = time.monotonic() - started
@@ -217,16 +246,14 @@ class Checkpointer:
 
         Rank 0 then deletes older ones. `loss`: of that step, over all ranks.
         """
-        if not self.unproven:
+        if self.newest.proven:
             return
         mark_phase(Phase.DELETE_CHECKPOINTS)
-        self.unproven = False
-        self.resumed = 0
-        self.returned = False
+        self.newest = Newest(self.newest.step)
         if dist.get_rank() == 0:
             uniform_loss = math.log(self.facts.vocab_size)
             prove = functools.partial(
-                self.retention.prove, self.newest, loss, uniform_loss, self.config
+                self.retention.prove, self.newest.step, loss, uniform_loss, self.config
             )
             self.saver.after_save(prove)
 
@@ -243,7 +270,8 @@ class Checkpointer:
         if verdict is not None and stability.action == "rollback":
             # A process that has just started may have met bad samples: only a second bad step,
             # with others, casts suspicion on the checkpoint
-            suspect = Suspect(self.resumed if self.returned else 0, self.config.load_step > 0)
+            step = self.newest.resumed if self.newest.returned else 0
+            suspect = Suspect(step, self.config.load_step > 0)
             rollback = divergence.begin_rollback(
                 self.run_folder, verdict, stability.max_rollbacks, suspect
             )
@@ -256,7 +284,7 @@ class Checkpointer:
             problem = f"{problem}; {in_a_row} (stability.max_skips)"
         diverged = {"event": "diverged", "step": outcome.step}
         logger.info("%s: training has diverged", problem, extra=diverged)
-        suspect = Suspect(self.resumed, self.config.load_step > 0)
+        suspect = Suspect(self.newest.resumed, self.config.load_step > 0)
         advice = divergence.end_command(self.run_folder, self.facts.config, problem, suspect)
         raise Diverged(f"{problem}: training has diverged; {advice}")
 
@@ -265,12 +293,12 @@ class Checkpointer:
         self.guard.reset()
         self._exclude_rolled_back(rollbacks)
         self._resume()
-        self.returned = True
-        broadcast_from_rank0(lambda: drop_later_lines(self.run_folder, self.newest))
+        self.newest = replace(self.newest, returned=True)
+        broadcast_from_rank0(lambda: drop_later_lines(self.run_folder, self.newest.step))
         count = f"rollback {len(rollbacks)} of {self.guard.config.max_rollbacks}"
         logger.info(
-            f"{verdict}; rolled back to step {self.newest}, and these samples are excluded in this "
-            f"epoch ({count})",
+            f"{verdict}; rolled back to step {self.newest.step}, and these samples are excluded "
+            f"in this epoch ({count})",
             extra={"event": "rollback", "step": verdict.step},
         )
 

@@ -6,7 +6,6 @@ the SHA-256 of the manifest's own text. A flipped bit anywhere in the folder is 
 by the file's hash, in the manifest by its own.
 Why it is JSON: reading JSON can only build numbers, strings, lists and mappings. The checkpoint may
 come from an attacker, so every field is checked before it is used, names of files above all.
-Format 1, that of older checkpoints, lists the parts of each tensor instead of a grid.
 What it costs: a line for each file, grid and tensor.
 """
 
@@ -19,18 +18,18 @@ import json
 import math
 import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from titanlite.checkpoint.grid import MAX_DIMS, Box, Grid, grid_of
+from titanlite.checkpoint.grid import MAX_DIMS, Grid
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 
-FORMAT = 2
+FORMAT = 3
 NAME = "manifest.json"
 MAX_BYTES = 1 << 25  # parsed, it takes up to 24 times as much memory
 # As safetensors names them
@@ -70,17 +69,6 @@ class TensorEntry(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         return self.grid.shape
-
-
-def part_key(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    """The name of a tensor's part in its file: the tensor's, followed by the range in brackets.
-
-    A part that is the whole tensor has the tensor's name.
-    """
-    if tuple(sizes) == tuple(shape):
-        return name
-    ranges = (f"{start}:{start + size}" for start, size in zip(offsets, sizes, strict=True))
-    return f"{name}[{', '.join(ranges)}]"
 
 
 class RunMetadata(NamedTuple):
@@ -200,12 +188,11 @@ def parse_manifest(path: Path, text: str) -> Manifest:
             raise CorruptCheckpoint(f"{path}: its SHA-256 differs from the one at its end")
         fields = json.loads(body + "}")
         version = fields.pop("format")
-        if version not in (1, FORMAT):
+        if version != FORMAT:
             raise ConfigError(
-                f"{path}: format {version!r} of another titanlite version; "
-                f"expected format 1 or {FORMAT}"
+                f"{path}: format {version!r} of another titanlite version; expected {FORMAT}"
             )
-        return _checked(fields, version)
+        return _checked(fields)
     except ConfigError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -217,18 +204,22 @@ def parse_manifest(path: Path, text: str) -> Manifest:
 # The functions below raise ValueError, TypeError, KeyError or AttributeError if a field is invalid.
 
 
-def _checked(fields: dict[str, Any], version: int) -> Manifest:
+def _checked(fields: dict[str, Any]) -> Manifest:
     """The fields as a Manifest."""
     files = _checked_files(fields.pop("files"))
-    grids = {}
-    if version > 1:
-        grids = {key: _checked_grid(**grid) for key, grid in fields.pop("grids").items()}
-    tensors = _checked_tensors(fields.pop("tensors"), grids, files, version)
+    grids = {key: _checked_grid(**grid) for key, grid in fields.pop("grids").items()}
+    tensors = _checked_tensors(fields.pop("tensors"), grids, files)
     manifest = Manifest(**fields, files=files, tensors=tensors)
     require(_is_count(manifest.step) and isinstance(manifest.finite, bool), "step or finite")
     require(_are_counts(manifest.layout.values()), "layout")
     require(all(isinstance(section, dict) for section in manifest.config.values()), "config")
-    texts = (manifest.created, manifest.torch, manifest.data, *manifest.tensors)
+    texts = (
+        manifest.created,
+        manifest.torch,
+        manifest.data,
+        *manifest.layout,
+        *manifest.tensors,
+    )
     require(
         all(isinstance(text, str) and text.isprintable() for text in texts),
         "text with characters that are not printable",
@@ -255,19 +246,14 @@ def _checked_tensors(
     entries: dict[str, dict[str, Any]],
     grids: dict[str, Grid],
     files: dict[str, FileEntry],
-    version: int,
 ) -> dict[str, TensorEntry]:
     # Of each grid once: many tensors have the same one
     bytes_of_grids = {key: _bytes_of_files(grid, files) for key, grid in grids.items()}
     tensors = {}
     for name, entry in entries.items():
-        if version > 1:
-            key = str(entry.pop("grid", ""))
-            grid = grids[key]
-            available = bytes_of_grids[key]
-        else:
-            grid = _grid_of_chunks(entry["shape"], entry.pop("chunks"))
-            available = _bytes_of_files(grid, files)
+        key = str(entry.pop("grid", ""))
+        grid = grids[key]
+        available = bytes_of_grids[key]
         require(entry.keys() == {"dtype", "shape"}, f"tensor {name!r}: {', '.join(entry)}")
         same_shape = _are_counts(entry["shape"]) and list(grid.shape) == entry["shape"]
         require(same_shape, f"tensor {name!r}: shape")
@@ -283,15 +269,9 @@ def _checked_grid(edges: list[list[int]], files: list[str]) -> Grid:
         ascending = all(a < b for a, b in itertools.pairwise(starts))
         require(starts[:1] == [0] and ascending, "grids: edges do not ascend from 0")
     num_cells = math.prod(len(starts) - 1 for starts in edges)
-    require(num_cells == len(files), f"grids: {len(files)} files")
+    # A file holds one part of a tensor, because it has the tensor's name
+    require(num_cells == len(files) == len(set(files)), f"grids: {len(files)} files")
     return Grid(tuple(map(tuple, edges)), tuple(files))
-
-
-def _grid_of_chunks(shape: list[int], chunks: list[Any]) -> Grid:
-    """The grid of a tensor in format 1."""
-    boxes = [Box(file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in chunks]
-    require(all(_are_counts((*box.offsets, *box.sizes)) for box in boxes), "chunks")
-    return grid_of(shape, boxes)
 
 
 def _bytes_of_files(grid: Grid, files: dict[str, FileEntry]) -> int:

@@ -20,21 +20,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.stateful import Stateful
 
+from titanlite.checkpoint.folders import list_steps, step_folder
 from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest, Settings
-from titanlite.checkpoint.read_step import load_states, read_step
+from titanlite.checkpoint.planner import PlacementLoadPlanner
 from titanlite.checkpoint.retention import Retention, set_aside
 from titanlite.checkpoint.run_facts import RunFacts
-from titanlite.checkpoint.state import OptionalStateful, State, Stateful, state_of
+from titanlite.checkpoint.shard_file import ShardFile
+from titanlite.checkpoint.state import OptionalStateful, State, state_of
 from titanlite.checkpoint.step_files import read_file, verify_together
-from titanlite.checkpoint.storage import list_steps, step_folder
+from titanlite.checkpoint.storage import StepReader, loading
 from titanlite.config.acceptable import ACCEPTABLE
 from titanlite.config.batch_sizes import first_sample, samples_after
 from titanlite.config.schema import CheckpointConfig, PhaseConfig, TrainingConfig, sections
 from titanlite.data.excluded import Range
 from titanlite.distributed.agreement import broadcast_from_rank0
+from titanlite.distributed.process_group import checkpoint_group
 from titanlite.model.flavors import LlamaConfig
 from titanlite.runtime.errors import ConfigError
 
@@ -70,13 +74,18 @@ def resume(
     )
     verified = time.monotonic()
 
-    state = state_of(states)  # of the tensors that the checkpoint is read into
+    state = state_of(states)  # of the parts that are switched on
     missing = missing_parts(manifest, states, state)
     for name in missing:
         logger.info("%s: not in the checkpoint, so it starts anew", name)
         del state[name]
-    read_step(path, manifest, state)
-    load_states(path, states, state)
+    with loading(path):
+        dcp.load(
+            {name: states[name] for name in state},
+            storage_reader=StepReader(path, manifest),
+            planner=PlacementLoadPlanner(),
+            process_group=checkpoint_group(),
+        )
     for part in missing.values():
         part.reset()  # after a rollback it is no longer as at the start of the run
     excluded = broadcast_from_rank0(lambda: read_excluded(path, manifest))
@@ -262,7 +271,7 @@ def require_compatible(
         saved_files = {
             name: read_file(folder, manifest, name) for name in ("model.json", "data.json")
         }
-        samples = _samples_used(folder, manifest)
+        samples = samples_used(folder, manifest)
         was = _compatibility_settings(manifest.config, saved_files, samples)
     except ConfigError:
         raise
@@ -299,13 +308,14 @@ def require_compatible(
     raise ConfigError(problems)
 
 
-def _samples_used(folder: Path, manifest: Manifest) -> int:
+def samples_used(folder: Path, manifest: Manifest) -> int:
     """How many samples the checkpoint has used."""
-    samples = torch.zeros((), dtype=torch.int64)
-    # Without it, the state that is missing is reported when it is loaded
-    if "data.samples" in manifest.tensors:
-        read_step(folder, manifest, {"data": {"samples": samples}}, alone=True)
-    return int(samples)
+    entry = manifest.tensors.get("data.samples")
+    # Without it, or if it is another, that is reported when the state is loaded
+    if entry is None or (entry.dtype, entry.shape) != ("I64", ()):
+        return 0
+    file = ShardFile(folder / entry.grid.files[0])
+    return int(file.read("data.samples", entry.dtype, (), ()))
 
 
 def _compatibility_settings(

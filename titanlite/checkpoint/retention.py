@@ -24,9 +24,9 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from titanlite.checkpoint.folders import list_steps, remove_folder, step_folder
 from titanlite.checkpoint.manifest import Manifest, read_manifest
 from titanlite.checkpoint.step_files import file_problems
-from titanlite.checkpoint.storage import list_steps, remove_folder, step_folder
 from titanlite.config.schema import CheckpointConfig
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded, replace_file, sync_folder

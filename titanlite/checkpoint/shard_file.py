@@ -2,7 +2,8 @@
 
 What it is: each process's part of a checkpoint is a file that any safetensors tool can open: 8
 bytes of length, a JSON header with dtype, shape and offsets of each tensor, then the tensors'
-bytes. It contains no code.
+bytes. It contains no code. Where the tensors are parts of larger ones, the header says at which
+offsets, as torch.distributed.checkpoint writes it.
 Why it is here: the library's `save_file` copies all tensors first, and neither hashes nor syncs the
 file. Here one thread writes the tensors' memory, while another hashes it and checks that all values
 are finite.
@@ -13,6 +14,7 @@ Format: https://huggingface.co/docs/safetensors
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -28,6 +30,34 @@ from torch import Tensor
 
 from titanlite.checkpoint.manifest import DTYPE_NAMES, CorruptCheckpoint, FileEntry
 
+BLOCK = 1 << 25  # bytes that are written at a time
+# Of torch.distributed.checkpoint: in a file's metadata, and for each tensor in it
+SHARDING_INFO = "DCP_SHARDING_INFO"
+SAVED_OFFSETS = "saved_offsets"
+
+
+class Shard(NamedTuple):
+    """The content of a file: tensors on the CPU, which may be parts of larger ones."""
+
+    tensors: dict[str, Tensor]
+    offsets: dict[str, list[int]]  # where each part begins in the whole tensor
+
+    def header(self) -> bytes:
+        """The beginning of the file."""
+        return header_bytes(self.tensors, sharding_metadata(self.offsets))
+
+
+def sharding_metadata(offsets: Mapping[str, list[int]]) -> dict[str, str]:
+    """The places of parts in their tensors, for a header, as HuggingFaceStorageReader of
+    torch.distributed.checkpoint finds them.
+    """
+    places = {name: {SAVED_OFFSETS: place} for name, place in offsets.items()}
+    return {
+        SHARDING_INFO: json.dumps(places, separators=(",", ":")),
+        "DCP_VERSION": "1.0",
+        "format": "pt",
+    }
+
 
 class Written(NamedTuple):
     """A file that is on disk."""
@@ -36,15 +66,15 @@ class Written(NamedTuple):
     finite: bool
 
 
-def write_files(files: dict[Path, dict[str, Tensor]]) -> dict[Path, Written]:
-    """Writes tensors (on the CPU, by key) into new safetensors files and syncs them to the disk.
+def write_files(files: dict[Path, Shard]) -> dict[Path, Written]:
+    """Writes new safetensors files and syncs them to the disk.
 
     Each file has one thread that writes and syncs it and one that hashes it; they do not wait for
     each other.
     """
     with ThreadPoolExecutor(max(1, 2 * len(files))) as threads:
-        sizes = {path: threads.submit(write_file, path, tensors) for path, tensors in files.items()}
-        checks = {path: threads.submit(_hash_and_check, tensors) for path, tensors in files.items()}
+        sizes = {path: threads.submit(write_file, path, shard) for path, shard in files.items()}
+        checks = {path: threads.submit(_hash_and_check, shard) for path, shard in files.items()}
     written = {}
     for path in files:
         size = sizes[path].result()
@@ -88,26 +118,36 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_file(path: Path, tensors: dict[str, Tensor]) -> int:
+def write_file(path: Path, shard: Shard) -> int:
     """Writes and syncs a file; returns its size in bytes. Raises OSError."""
     with path.open("xb", buffering=0) as file:
-        pieces = (memoryview(header_bytes(tensors)), *map(_bytes_of, tensors.values()))
+        pieces = (memoryview(shard.header()), *map(_bytes_of, shard.tensors.values()))
         for piece in pieces:
             unwritten = piece
             while len(unwritten):  # an unbuffered write may write only a part
-                unwritten = unwritten[file.write(unwritten) :]
+                size = file.write(unwritten[:BLOCK])
+                _start_writeback(file.fileno(), file.tell() - size, size)
+                unwritten = unwritten[size:]
         os.fsync(file.fileno())
         return file.tell()
 
 
-def _hash_and_check(tensors: dict[str, Tensor]) -> tuple[str, bool]:
-    """SHA-256 of the file with these tensors, and whether all values are finite.
+def _start_writeback(descriptor: int, offset: int, size: int) -> None:
+    """Lets Linux write these bytes to the disk now: it would begin at the sync, or when much memory
+    has not been written. A hint, which others ignore.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # absent on macOS; not on every file system
+        os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)
+
+
+def _hash_and_check(shard: Shard) -> tuple[str, bool]:
+    """SHA-256 of the file, and whether all values are finite.
 
     Tensor by tensor, so that each is still in the CPU's cache when it is read a second time.
     """
-    digest = hashlib.sha256(header_bytes(tensors))
+    digest = hashlib.sha256(shard.header())
     finite = True
-    for tensor in tensors.values():
+    for tensor in shard.tensors.values():
         digest.update(_bytes_of(tensor))
         finite = finite and is_finite(tensor)
     return digest.hexdigest(), finite

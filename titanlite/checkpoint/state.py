@@ -1,11 +1,11 @@
-"""The state in a checkpoint, as Stateful objects: objects with `state_dict` and `load_state_dict`.
+"""The state in a checkpoint, as Stateful objects of torch.distributed.checkpoint (DCP), which have
+`state_dict` and `load_state_dict`.
 
 What it is: model, optimizer and random generators; data stream and progress are Stateful
 themselves. Keys are plain parameter names, and sharded tensors are DTensors, whose placements say
-which part of the whole tensor a process holds: so each process can write its own part
-(`write_plan.py`), and read any part in another layout (`read_step.py`). All values are tensors, so
-nothing has to be unpickled. A part of the run that is switched off has an empty state, and is left
-out.
+which part of the whole tensor a process holds: so each process can write its own part, and read any
+part in another layout (`planner.py`). All values are tensors, so nothing has to be unpickled. A
+part of the run that is switched off has an empty state, and is left out.
 State is fetched for each save and never kept, because FSDP may replace a parameter's tensor at the
 first forward.
 What it costs: only views of the tensors; before the optimizer's first step, a save or load
@@ -20,25 +20,24 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.runtime.errors import ConfigError
 
 # Part -> name -> Tensor or DTensor
 State = dict[str, dict[str, Any]]
 
 
-class Stateful(Protocol):
-    """A part of a run that a checkpoint holds. Its state is empty if it is switched off."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 @runtime_checkable
-class OptionalStateful(Stateful, Protocol):
-    """One that older checkpoints may lack; `reset` lets it begin anew then."""
+class OptionalStateful(Protocol):
+    """A Stateful that older checkpoints may lack; `reset` lets it begin anew then."""
 
+    # Not a subclass of torch's Stateful: below Python 3.12 every isinstance of that would fail
+    # (findings/stateful_protocol_of_typing.sh)
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
     def reset(self) -> None: ...
 
 
@@ -57,7 +56,7 @@ def every_name(name: str) -> bool:
     return True
 
 
-class ModelState:
+class ModelState(Stateful):
     """Parameters by name, of all parts of the model that this process holds.
 
     Those whose name `selects` accepts: with adapters (`parallel/lora.py`) a checkpoint holds only
@@ -84,7 +83,7 @@ class ModelState:
             part.load_state_dict(selected, strict=False)
 
 
-class FrozenWeights:
+class FrozenWeights(Stateful):
     """The fingerprint of weights that a run uses and no checkpoint holds: those that adapters are
     added to, or that DPO compares with. It has no state in other runs.
     """
@@ -108,7 +107,7 @@ class FrozenWeights:
             )
 
 
-class OptimizerState:
+class OptimizerState(Stateful):
     """Moments and step counts by parameter name: `state.<parameter>.exp_avg` and so on.
 
     Learning rate, betas and weight decay come from the config and are not stored.
@@ -161,7 +160,7 @@ class OptimizerState:
                 state["step"].zero_()
 
 
-class RandomState:
+class RandomState(Stateful):
     """torch's and Python's generators.
 
     They are equal on all processes, so one copy is saved for all.
@@ -178,8 +177,14 @@ class RandomState:
         return {"torch": torch.get_rng_state(), "cuda": cuda, "python": python}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        torch.set_rng_state(state["torch"])
-        version, *numbers = state["python"].tolist()
-        random.setstate((version, tuple(numbers), None))
-        if torch.cuda.is_initialized() and state["cuda"].any():
-            torch.cuda.set_rng_state(state["cuda"])
+        """Raises CorruptCheckpoint if one of them does not accept its state."""
+        try:
+            torch.set_rng_state(state["torch"])
+            version, *numbers = state["python"].tolist()
+            random.setstate((version, tuple(numbers), None))
+            if torch.cuda.is_initialized() and state["cuda"].any():
+                torch.cuda.set_rng_state(state["cuda"])
+        except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+            raise CorruptCheckpoint(
+                f"not a valid state of random generators ({str(error)[:200]})"
+            ) from None

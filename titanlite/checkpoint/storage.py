@@ -1,180 +1,168 @@
-"""Checkpoint folders on disk, and the protocol by which each of them is complete or absent.
+"""The storage of checkpoints: a StorageWriter and a StorageReader of torch.distributed.checkpoint
+(DCP).
 
-What it is: `checkpoints/step-N/` contains two safetensors files per process, small files that make
-the folder self-contained (resolved config, model shape, tokenizer, data manifest) and
-`manifest.json`. A save
+What it is: `StepWriter` writes torch's own sharded safetensors: a file of each kind and process,
+whose tensors have their plain names, and in the header the place of each part (DCP_SHARDING_INFO),
+as HuggingFaceStorageWriter does with `save_distributed`. So torch alone opens a step folder:
 
-    1. creates `step-N.tmp-<id>`, with a random id;
-    2. lets each process write its files there and sync them to the disk;
-    3. writes the small files and the manifest, with the size and SHA-256 of all files;
-       and syncs them and the folder;
-    4. renames the folder to `step-N`, and syncs the parent folder.
+    step = "outputs/debug/checkpoints/step-800"
+    dcp.load(state_dict, storage_reader=HuggingFaceStorageReader(step))
 
-So a folder was complete when it was named `step-N`, whenever a process died, and nothing is written
-into it later.
-A deletion renames the folder first and then removes the files. A damaged checkpoint is renamed,
-never deleted.
-What it costs: each process writes its shards once: 12 bytes per parameter in fp32 with AdamW, over
-all processes.
+Added to it are a manifest (`manifest.py`) with the hash of every file, and a name that the folder
+has only when it is complete (`folders.py`). `StepReader` takes the places of all parts from the
+manifest, which is small and verified, and not from the headers of all files.
+Why it is here: torch's writer builds each file in memory as one bytes object, and neither hashes
+nor publishes a folder as a whole; its reader opens every file on every process. Neither of them
+pickles, and neither do these.
+What it costs: each process writes its parts once: 12 bytes per parameter in fp32 with AdamW, over
+all processes. A reader maps the files that hold parts of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import logging
-import re
-import secrets
-import shutil
-from collections.abc import Callable
+import os
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from titanlite.checkpoint import folders
+from titanlite.checkpoint.grid import Box, Grid, grid_of
 from titanlite.checkpoint.manifest import (
+    DTYPE_NAMES,
+    DTYPES,
     NAME,
+    CorruptCheckpoint,
     FileEntry,
     Manifest,
     RunMetadata,
     TensorEntry,
     to_text,
 )
-from titanlite.checkpoint.shard_file import Written, write_files
-from titanlite.checkpoint.state import State
-from titanlite.checkpoint.write_plan import Plan, Table, shared_tensors, tensor_entries
-from titanlite.distributed.agreement import PATIENT, broadcast, gather_on_rank0
-from titanlite.runtime.files import make_folder, sync_folder, write_synced
+from titanlite.checkpoint.planner import PlacementSavePlanner, StateMismatch
+from titanlite.checkpoint.shard_file import Shard, ShardFile, Written, write_files
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import write_synced
 
 logger = logging.getLogger("titanlite")
-RECORD = "stability.json"  # in the run's folder: divergences and rollbacks (divergence.py)
 
 
 class SaveError(RuntimeError):
     """A checkpoint could not be written. Earlier ones are unchanged."""
 
 
-def step_folder(folder: Path, step: int) -> Path:
-    return folder / f"step-{step}"
-
-
-def list_steps(folder: Path) -> list[int]:
-    """Steps of the committed checkpoints in a `checkpoints` folder, ascending."""
-    steps = []
-    for path in folder.glob("step-*"):
-        match = re.fullmatch(r"step-(\d{1,18})", path.name)
-        if match and path.is_dir():
-            steps.append(int(match[1]))
-    return sorted(steps)
-
-
-def write_step(
-    folder: Path,
-    step: int,
-    state: State,
-    extra_files: dict[str, bytes],
-    facts: RunMetadata,
-    failure: Exception | None = None,
-) -> Manifest | None:
-    """Writes and commits a checkpoint of CPU tensors; all processes call it together.
-
-    Returns the manifest on rank 0. Raises SaveError on all processes, and leaves no new step
-    folder, if one of them fails or passes a `failure`, an error that it had before.
-    """
-    save = _Save(folder, step, extra_files, facts)
-    try:
-        save.name, save.shared = _together(lambda: save.plan_writes(state, failure), save.begin)
-        _together(save.write, save.commit)
-    except SaveError as error:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            for unfinished in folder.glob(f"step-{step}.tmp-*"):
-                shutil.rmtree(unfinished, ignore_errors=True)  # frees space if the disk is full
-        raise SaveError(f"step {step} could not be saved in {folder}: {error}") from None
-    return save.manifest
-
-
-def _together(work: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
-    """What `decide` returns on rank 0, given the results of `work` on all ranks.
-
-    If any raises, all raise SaveError.
-    """
-    value = None
-    decision = None
-    problem = ""
-    try:
-        value = work()
-    except Exception as error:
-        logger.debug("this process's part of the save failed", exc_info=True)
-        problem = reason(error)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            problem = f"rank {dist.get_rank()}: {problem}"
-    results = gather_on_rank0((value, problem), PATIENT)
-    if results:  # rank 0
-        problems = [problem for _, problem in results if problem]
-        problem = problems[0] if problems else ""
-        if not problem:
-            try:
-                decision = decide([value for value, _ in results])
-            except Exception as error:
-                problem = reason(error)
-    decision, problem = broadcast((decision, problem), PATIENT)
-    if problem:
-        raise SaveError(problem)
-    return decision
-
-
-class _Save:
-    """The parts of a save, in order.
-
-    All ranks plan and write; rank 0 begins and commits, with the results of all.
-    """
-
-    plan: Plan
-    entries: dict[str, TensorEntry]  # on rank 0
-    # What `begin` returns, on all ranks: the temporary folder's name; tensors of several stages
-    name: str
-    shared: dict[str, int]
-    manifest: Manifest | None = None  # on rank 0, when it is committed
+class StepWriter(StorageWriter):
+    """Writes one step's folder, with the plans of `planner`."""
 
     def __init__(
-        self, folder: Path, step: int, extra_files: dict[str, bytes], facts: RunMetadata
+        self,
+        folder: Path,
+        step: int,
+        planner: PlacementSavePlanner,
+        extra_files: dict[str, bytes],
+        facts: RunMetadata,
+        failure: Exception | None = None,
     ) -> None:
-        self.folder = folder
+        """`extra_files`: name -> content, for the folder; `failure`: an error that this process had
+        before, which is then that of the save on all processes.
+        """
+        self.final = folders.step_folder(folder, step)
         self.step = step
+        self.planner = planner
         self.extra_files = extra_files
         self.facts = facts
+        self.failure = failure
+        self.temporary = Path()
+        self.manifest: Manifest | None = None  # on rank 0, when it is committed
 
-    def plan_writes(self, state: State, failure: Exception | None) -> tuple[Table, list[Any]]:
-        if failure is not None:
-            raise failure
-        self.plan = Plan(state)
-        table = self.plan.table if self.plan.rank == self.plan.first else {}  # once per stage
-        return table, self.plan.boxes()
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: a writer is for one save."""
 
-    def begin(self, plans: list[tuple[Table, list[Any]]]) -> tuple[str, dict[str, int]]:
-        tables = [table for table, _ in plans]
-        self.entries = tensor_entries(tables, [boxes for _, boxes in plans])
-        temporary = self.folder / f"step-{self.step}.tmp-{secrets.token_hex(4)}"
-        make_folder(temporary)
-        return temporary.name, shared_tensors(tables)
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """False: DCP cannot make one from a path alone."""
+        return False
 
-    def write(self) -> dict[str, Written]:
-        temporary = self.folder / self.name
-        files = {temporary / name: parts for name, parts in self.plan.files(self.shared).items()}
-        return {path.name: written for path, written in write_files(files).items()}
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raises RuntimeError if there was an earlier failure, of whatever kind: not every
+        exception can be sent to other processes.
+        """
+        if self.failure is not None:
+            raise RuntimeError(reason(self.failure))
 
-    def commit(self, results: list[dict[str, Any]]) -> None:
-        """`results`: what `write` returned on each rank, as JSON: named tuples are lists."""
-        temporary = self.folder / self.name
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0: creates the temporary folder, whose name and the number of its files each rank
+        receives.
+        """
+        temporary = folders.begin(self.final)
+        numbered = []
+        for rank, plan in enumerate(plans):
+            numbered.append(dataclasses.replace(plan, storage_data=(temporary.name, rank)))
+        return numbered
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this process's files."""
+        name, rank = plan.storage_data
+        self.temporary = self.final.with_name(name)
+        of_file: dict[str, list[WriteItem]] = {}
+        for item in plan.items:
+            of_file.setdefault(file_name(item.index.fqn, rank), []).append(item)
+        files = {}
+        for file, items in of_file.items():
+            tensors = {item.index.fqn: cpu_tensor(item, planner) for item in items}
+            offsets = {item.index.fqn: list(item.index.offset or ()) for item in items}
+            files[self.temporary / file] = Shard(tensors, offsets)
+        results = []
+        for path, written in write_files(files).items():
+            index = MetadataIndex(path.name)
+            results.append(WriteResult(index, written.entry.size, written))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, when all files are written: adds the small ones and the manifest, and commits.
+
+        Raises ValueError if the parts of a tensor are no grid.
+        """
         files: dict[str, FileEntry] = {}
         all_finite = True
-        for written in results:
-            for name, (entry, finite) in written.items():
-                files[name] = FileEntry(*entry)
-                all_finite = all_finite and finite
+        for result in (result for of_rank in results for result in of_rank):
+            written: Written = result.storage_data
+            files[result.index.fqn] = written.entry
+            all_finite = all_finite and written.finite
         for name, content in self.extra_files.items():
-            write_synced(temporary / name, content)
+            write_synced(self.temporary / name, content)
             files[name] = FileEntry(len(content), hashlib.sha256(content).hexdigest())
         manifest = Manifest(
             step=self.step,
@@ -182,46 +170,192 @@ class _Save:
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             torch=torch.__version__,
             files=files,
-            tensors=self.entries,
+            tensors=tensor_entries(metadata, self.planner.writers),
             **self.facts._asdict(),
         )
-        write_synced(temporary / NAME, to_text(manifest).encode())
-        _publish(temporary, step_folder(self.folder, self.step))
+        write_synced(self.temporary / NAME, to_text(manifest).encode())
+        folders.publish(self.temporary, self.final)
         self.manifest = manifest
 
 
-def _publish(temporary: Path, final: Path) -> None:
-    sync_folder(temporary)
-    temporary.rename(final)
-    try:
-        sync_folder(final.parent)  # makes the rename durable
-    except OSError as error:  # the checkpoint is committed and readable, so the save has not failed
-        logger.warning(
-            "%s: %s while syncing it; a power failure now could lose %s",
-            final.parent,
-            error,
-            final.name,
-        )
+def cpu_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
+    """What is written for an item. Raises TypeError if no safetensors file can hold it."""
+    value = planner.resolve_data(item)
+    dtype = value.dtype if isinstance(value, Tensor) else type(value)
+    if not isinstance(value, Tensor) or dtype not in DTYPE_NAMES:
+        allowed = ", ".join(map(str, DTYPE_NAMES))
+        raise TypeError(f"{item.index.fqn}: is {dtype}; a safetensors file holds {allowed}")
+    return value.cpu().contiguous()
 
 
-def reason(error: Exception) -> str:
+def kind_of(fqn: str) -> str:
+    """Which of the process's files has the tensor.
+
+    Parameters, and averaged ones (`optim/ema.py`), have separate files, because most readers need
+    nothing else.
+    """
+    if fqn.startswith(("model.", "ema.")):
+        return fqn.partition(".")[0]
+    return "training"
+
+
+def file_name(fqn: str, rank: int) -> str:
+    return f"{kind_of(fqn)}-{rank:05}.safetensors"
+
+
+def tensor_entries(metadata: Metadata, writers: dict[str, list[int]]) -> dict[str, TensorEntry]:
+    """The manifest's entries; `writers`: of each tensor's chunks.
+
+    Raises ValueError if the parts of a tensor do not cover it, or overlap.
+    """
+    grids: dict[tuple[str, int], Grid] = {}  # many tensors have the same list of chunks
+    entries: dict[str, TensorEntry] = {}
+    for fqn, saved in metadata.state_dict_metadata.items():
+        assert isinstance(saved, TensorStorageMetadata)
+        key = (kind_of(fqn), id(saved.chunks))
+        if key not in grids:
+            boxes = []
+            for chunk, rank in zip(saved.chunks, writers[fqn], strict=True):
+                boxes.append(Box(file_name(fqn, rank), tuple(chunk.offsets), tuple(chunk.sizes)))
+            grids[key] = grid_of(saved.size, boxes)
+        entries[fqn] = TensorEntry(DTYPE_NAMES[saved.properties.dtype], grids[key])
+    return entries
+
+
+class StepReader(StorageReader):
+    """Reads a step's folder in any layout. `step_files.py` has verified the files before."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: a reader is for one folder."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """False: DCP cannot make one from a path alone."""
+        return False
+
+    def read_metadata(self, *args: Any, **_: Any) -> Metadata:
+        """The tensors of the manifest.
+
+        Not `kwargs`: by this name DCP finds out whether it may go on without the other ranks.
+        """
+        chunks: dict[int, list[ChunkStorageMetadata]] = {}  # of each grid, by its identity
+        tensors: dict[str, Any] = {}
+        for name, entry in self.manifest.tensors.items():
+            key = id(entry.grid)
+            if key not in chunks:
+                chunks[key] = [
+                    ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+                    for box in entry.grid.boxes()
+                ]
+            properties = TensorProperties(DTYPES[entry.dtype])
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks[key])
+        return Metadata(tensors)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: the places of all parts are in the manifest."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fills this process's parts. Raises CorruptCheckpoint."""
+        files: dict[str, ShardFile] = {}
+        boxes: dict[int, dict[tuple[int, ...], Box]] = {}  # of each grid, by their offsets
+        try:
+            for item in plan.items:
+                name = item.storage_index.fqn
+                entry = self.manifest.tensors[name]
+                key = id(entry.grid)
+                if key not in boxes:
+                    boxes[key] = {box.offsets: box for box in entry.grid.boxes()}
+                box = boxes[key][tuple(item.storage_index.offset or ())]
+                if box.file not in files:
+                    files[box.file] = ShardFile(self.folder / box.file)
+                place = tuple(
+                    slice(start, start + length)
+                    for start, length in zip(item.storage_offsets, item.lengths, strict=True)
+                )
+                saved = files[box.file].read(name, entry.dtype, box.sizes, place)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(saved)
+                planner.commit_tensor(item, target)
+        except ConfigError:
+            raise
+        except (OSError, SafetensorError, ValueError) as error:
+            raise CorruptCheckpoint(f"{self.folder}: cannot be read: {reason(error)}") from None
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def reason(error: BaseException) -> str:
     """An error in one line."""
     lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
+    if not lines or isinstance(error, (LookupError, AssertionError)):  # whose text says little
+        return ": ".join([type(error).__name__, *lines[-1:]])
+    return lines[-1]
 
 
-def sweep(folder: Path) -> None:
-    """Removes the folders of interrupted saves and deletions.
+@contextlib.contextmanager
+def saving(step: int, folder: Path) -> Iterator[None]:
+    """Turns the error of `dcp.save`, which is raised on all ranks if any fails, into a SaveError;
+    no folder of the step is left.
 
-    One process calls it, while no process writes.
+    DCP's own is no Exception, and a page of tracebacks.
     """
-    for path in (*folder.glob("step-*.tmp-*"), *folder.glob("step-*.deleted")):
-        remove_folder(path)
+    try:
+        yield
+    except CheckpointException as failed:
+        logger.debug("%s", failed)  # with the traces of all ranks
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            folders.discard(folders.step_folder(folder, step))
+        rank, (error, _) = min(failed.failures.items())
+        problem = reason(error)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            problem = f"rank {rank}: {problem}"
+        raise SaveError(f"step {step} could not be saved in {folder}: {problem}") from error
 
 
-def remove_folder(path: Path) -> None:
-    """Removes a folder with its content, or a link to one."""
-    if path.is_symlink():
-        path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+@contextlib.contextmanager
+def loading(folder: Path) -> Iterator[None]:
+    """Turns the error of `dcp.load`, which is raised on all ranks if any fails, into one about the
+    folder: CorruptCheckpoint if it is damaged, ConfigError if a tensor does not fit, RuntimeError
+    for an error that is not the checkpoint's.
+    """
+    try:
+        yield
+    except CheckpointException as failed:
+        logger.debug("%s", failed)
+        raise load_error(folder, failed) from None
+    except CorruptCheckpoint as error:  # of a part that was given its state
+        raise CorruptCheckpoint([f"{folder}: {problem}" for problem in error.problems]) from None
+
+
+def load_error(folder: Path, failed: CheckpointException) -> Exception:
+    """The errors of all ranks as one."""
+    unfit: list[str] = []
+    damaged: list[str] = []
+    others: list[str] = []
+    for rank, (error, _) in sorted(failed.failures.items()):
+        if isinstance(error, StateMismatch):
+            unfit += [f"{folder}: {problem}" for problem in error.problems]
+        elif isinstance(error, CorruptCheckpoint):
+            damaged += error.problems
+        elif isinstance(error, ConfigError):
+            unfit += error.problems
+        else:
+            others.append(f"rank {rank}: {type(error).__name__}: {str(error)[:200]}")
+    if others:
+        return RuntimeError("; ".join(others))
+    if unfit:
+        return ConfigError(list(dict.fromkeys(unfit)))  # each once
+    return CorruptCheckpoint(list(dict.fromkeys(damaged)))

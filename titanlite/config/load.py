@@ -41,7 +41,7 @@ else:
     import tomli as tomllib
 
 # Keys that are accepted where they did nothing, so that the config.toml of older runs can be read
-REMOVED = {"checkpoint.trust_pickle": "pickles are read without being run"}
+REMOVED = {"checkpoint.trust_pickle": "pickles in checkpoints run no code"}
 # Keys that have become others: `replace_aliases`
 ALIASES = {
     "run.sample_prompt": "validation.prompts",

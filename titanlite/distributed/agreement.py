@@ -3,10 +3,11 @@
 What it is: `gather` gives every rank the values of all, `broadcast` that of rank 0, and the other
 functions decide from these. So all ranks reach the same decision: an error on one rank is raised on
 all, and no rank waits for one that has exited. All ranks call each function together.
-How it is made: values are sent as JSON, because `all_gather_object` unpickles bytes from other
-processes. Each message has a tag, so that the saving thread and the main thread can use one process
-group at the same time; with collectives each thread would need a separate group, and every rank a
-second socket to every other rank.
+How it is made: values are sent as JSON, in messages with a tag and a time-out of their own. A
+collective takes its time-out from its group, and here data may be prepared for a day, while a rank
+that hangs in a step is to be missed after minutes. Object collectives, which pickle, would be safe
+too, because the ranks of a run trust each other: torch.distributed.checkpoint uses them in a save
+and a load, for values that are small.
 What it costs: two messages (length and content) from each rank to rank 0, and two to each rank
 along a tree, of CPU tensors over gloo. Used while a run starts, loads and saves, never by the
 training thread within a step. For `bitwise_or`, which is called after each step, see there.
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.distributed.process_group import host_group
+from titanlite.distributed.process_group import PATIENCE, host_group
 from titanlite.runtime.errors import ConfigError, StorageError
 
 T = TypeVar("T")
@@ -48,8 +49,7 @@ MANY = 32
 class Channel(NamedTuple):
     """The tag of messages, and how long a rank waits for each; 0: as long as the process group.
 
-    Only one thread of a process may use a channel at a time: the main thread waits for a save
-    before it uses PATIENT.
+    Only one thread of a process may use a channel at a time.
     """
 
     tag: int
@@ -58,9 +58,7 @@ class Channel(NamedTuple):
 
 # 0 is torch's default tag
 TRAINING = Channel(1, timedelta(0))
-# To prepare data, to save and to load takes some ranks much longer than others: the watchdog
-# detects hangs, not this.
-PATIENT = Channel(2, timedelta(days=1))
+PATIENT = Channel(2, PATIENCE)
 BITS = Channel(3, timedelta(0))
 
 

@@ -24,12 +24,17 @@ import torch.distributed as dist
 from titanlite.config.schema import CommConfig, DebugConfig, RunConfig
 from titanlite.distributed.network import interface_towards
 from titanlite.distributed.rendezvous import meet
+from titanlite.distributed.torch_private import set_group_timeout
 from titanlite.runtime.attention_choice import choose_attention
 from titanlite.runtime.deterministic import use_deterministic_operators
 from titanlite.runtime.device import open_device
 from titanlite.runtime.errors import EXIT_STOPPED, LAUNCHED
 
 _host_group: dist.ProcessGroup | None = None  # see `host_group`
+_checkpoint_group: dist.ProcessGroup | None = None  # see `checkpoint_group`
+# To prepare data, to save and to load takes some ranks much longer than others: the watchdog
+# detects hangs, not this
+PATIENCE = timedelta(days=1)
 
 
 def host_group() -> dist.ProcessGroup | None:
@@ -40,6 +45,13 @@ def host_group() -> dist.ProcessGroup | None:
     pair of its ranks, because `split_group` splits all backends (torch 2.11 and 2.13).
     """
     return _host_group
+
+
+def checkpoint_group() -> dist.ProcessGroup | None:
+    """The gloo group of all ranks for torch.distributed.checkpoint, whose messages come from the
+    saving thread while those of training go through other groups; None: the default group.
+    """
+    return _checkpoint_group
 
 
 def start(run: RunConfig, comm: CommConfig, debug: DebugConfig) -> torch.device:
@@ -63,8 +75,8 @@ def start(run: RunConfig, comm: CommConfig, debug: DebugConfig) -> torch.device:
 
 
 def _raise_limit_of_open_files() -> None:
-    """Rank 0's store and the gloo group need descriptors for each rank, and the usual soft limit is
-    1,024.
+    """Rank 0's store and the gloo groups need descriptors for each rank, and the usual soft limit
+    is 1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = hard
@@ -101,9 +113,10 @@ def join(
     """Joins the process group through `store`; None: as torchrun's environment says.
 
     Training, `titanlite verify` and the tests join by this function. On CUDA messages between hosts
-    get a gloo group of their own.
+    get a gloo group of their own; on every device those of checkpoints do. A group has a socket for
+    each other rank.
     """
-    global _host_group
+    global _host_group, _checkpoint_group
     # Record collectives for the watchdog's report
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     timeout = timedelta(seconds=timeout_seconds)
@@ -117,6 +130,9 @@ def join(
     else:
         dist.init_process_group("gloo", **options)
         _host_group = None
+    # Ranks that cannot connect are missed soon
+    _checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
+    set_group_timeout(_checkpoint_group, PATIENCE.total_seconds())
 
 
 def use_loopback() -> None:

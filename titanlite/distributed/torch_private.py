@@ -30,10 +30,7 @@ from torch.distributed import ProcessGroup, Store
 from torch.distributed._functional_collectives import (
     AsyncCollectiveTensor as AsyncCollectiveTensor,
 )
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
-from torch.distributed.tensor import Placement
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._triton import has_triton_package as has_triton_package
 
@@ -124,19 +121,6 @@ def clone_default_store() -> Store:
     store: Any = _get_default_store()  # the type stub lacks `clone`
     clone: Store = store.clone()
     return clone
-
-
-@functools.cache
-def local_box(
-    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and sizes of this rank's part of a DTensor. Cached: a strided shard on 1,024 ranks
-    takes 14 ms.
-
-    Public only as a part of the plans of torch.distributed.checkpoint. Checked: 2.11, 2.13.
-    """
-    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return tuple(offsets), tuple(sizes)
 
 
 def flight_recorder() -> str:

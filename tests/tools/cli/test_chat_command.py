@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runs import train_run
 
-from titanlite.checkpoint.storage import list_steps
+from titanlite.checkpoint.folders import list_steps
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats.convert import convert
 

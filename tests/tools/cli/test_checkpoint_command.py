@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as stock
 from messages import assert_mentions, run_refused
 from runs import train_run
 
+from titanlite.checkpoint.folders import list_steps, sweep
 from titanlite.checkpoint.retention import delete_step
-from titanlite.checkpoint.storage import list_steps, sweep
 from titanlite.distributed.run_folder import lock
 from titanlite.tools.cli.main import main
 

@@ -141,14 +141,14 @@ def test_processes_that_were_started_end_if_the_next_cannot_be(signals, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("limit", "enough"), [(16, False), (32, False), (69, False), (70, True), (-1, True)]
+    ("limit", "enough"), [(16, False), (32, False), (71, False), (72, True), (-1, True)]
 )
 def test_too_few_open_files_are_refused(monkeypatch, signals, limit, enough):
     monkeypatch.setattr(processes.resource, "getrlimit", lambda kind: (limit, limit))
     if enough:
         assert processes.run(["-c", ""], {}, TWO, signals) == 0
     else:
-        with refused(f"ulimit -Hn = {limit}", "at least 70"):
+        with refused(f"ulimit -Hn = {limit}", "at least 72"):
             processes.run(["-c", ""], {}, TWO, signals)
     # One process communicates with none
     assert processes.run(["-c", ""], {}, ONE, signals) == 0

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import write_step
 from model_builder import EVEN, SMALL, build_stages, full, small_model
 from runs import train_run
 from safetensors.torch import load_file, save_file
 
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.state import ModelState, OptimizerState
-from titanlite.checkpoint.storage import write_step
 from titanlite.config.schema import OptimizerConfig
 from titanlite.data.stream import Batch
 from titanlite.data.tokenizer import BUNDLED, Tokenizer

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from titanlite.checkpoint.shard_file import SHARDING_INFO
 from titanlite.checkpoint.state import ModelState
 from titanlite.model.flavors import FLAVORS
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats.convert import convert, load_full_state
 from titanlite.tools.formats.detect_format import open_full_state
-from titanlite.tools.formats.safetensors_files import SHARDING
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Tensors = dict[str, torch.Tensor]
@@ -168,7 +168,7 @@ def shard(folder: Path, number: int, tensor: torch.Tensor, saved: Any = (0, 0)) 
     """A shard of "norm.weight". `saved`: its offsets, or the whole text."""
     text = saved if type(saved) is str else json.dumps({"norm.weight": {"saved_offsets": saved}})
     path = folder / f"shard-{number:05}-model-00001-of-00001.safetensors"
-    save_file({"norm.weight": tensor}, path, {SHARDING: text})
+    save_file({"norm.weight": tensor}, path, {SHARDING_INFO: text})
     return path
 
 
@@ -205,7 +205,7 @@ def index_of_a_part(folder: Path) -> None:
 
 
 FILL = "do not fill the shape"
-UNUSABLE = f"shard-00002.*{SHARDING} cannot be used"
+UNUSABLE = f"shard-00002.*{SHARDING_INFO} cannot be used"
 DAMAGED = {
     "gap": (
         lambda folder: shard(folder, 1, torch.ones(1, 6)),

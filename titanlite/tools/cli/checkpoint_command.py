@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
+from titanlite.checkpoint.folders import find_step_folder, list_steps, step_folder, sweep
 from titanlite.checkpoint.manifest import CorruptCheckpoint, read_manifest
-from titanlite.checkpoint.read_step import find_step_folder
 from titanlite.checkpoint.retention import Retention, delete_step, read_proof, steps_to_delete
 from titanlite.checkpoint.step_files import file_problems, verify_files
-from titanlite.checkpoint.storage import list_steps, step_folder, sweep
 from titanlite.distributed.run_folder import lock
 from titanlite.runtime.errors import ConfigError, printable
 from titanlite.runtime.progress import progress_bar

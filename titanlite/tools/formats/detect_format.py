@@ -16,10 +16,9 @@ from pathlib import Path
 
 import torch
 
-from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, part_key, read_manifest
-from titanlite.checkpoint.read_step import find_step_folder
+from titanlite.checkpoint.folders import find_step_folder, list_steps, step_folder
+from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, read_manifest
 from titanlite.checkpoint.step_files import file_problems, read_file
-from titanlite.checkpoint.storage import list_steps, step_folder
 from titanlite.config.mistakes import suggestion
 from titanlite.data.tokenizer_json import MAX_JSON_FILE
 from titanlite.model.flavors import FLAVORS, LlamaConfig
@@ -301,7 +300,7 @@ def _open_step(path: Path, step: int | None) -> FullState:
     for name, entry in manifest.tensors.items():
         parts = []
         for box in entry.grid.boxes():
-            stored = headers[box.file].get(part_key(name, entry.shape, box.offsets, box.sizes))
+            stored = headers[box.file].get(name)
             if stored is None or (stored.dtype, stored.shape) != (DTYPES[entry.dtype], box.sizes):
                 raise CorruptCheckpoint(
                     f"{folder / box.file}: does not hold {name} as the manifest says"

@@ -22,18 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
+from titanlite.checkpoint.folders import find_step_folder, list_steps, step_folder
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, Manifest, read_manifest
-from titanlite.checkpoint.read_step import find_step_folder, read_step
+from titanlite.checkpoint.planner import LocalParts, Part, PlacementLoadPlanner
 from titanlite.checkpoint.shard_file import is_finite
 from titanlite.checkpoint.state import ModelState
 from titanlite.checkpoint.step_files import read_file, verify_files, verify_together
-from titanlite.checkpoint.storage import list_steps, step_folder
-from titanlite.checkpoint.write_plan import Part, local_parts
+from titanlite.checkpoint.storage import StepReader, loading
 from titanlite.config.schema import CheckpointConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer_json import JSON_FILES, RANK_FILE
 from titanlite.distributed.agreement import PATIENT, broadcast_from_rank0, on_all_ranks
+from titanlite.distributed.process_group import checkpoint_group
 from titanlite.model.flavors import LlamaConfig, parameter_shapes
 from titanlite.model.llama import Llama
 from titanlite.parallel.lora import is_adapter
@@ -189,7 +191,13 @@ def read_weights(path: Path, state: dict[str, Any], model: LlamaConfig, tokenize
         on_all_ranks(lambda: {name: read_file(folder, manifest, name) for name in names})
     )
     _compare_tokenizers(folder, saved, tokenizer)
-    read_step(folder, manifest, {"model": state})
+    with loading(folder):
+        dcp.load(
+            {"model": state},
+            storage_reader=StepReader(folder, manifest),
+            planner=PlacementLoadPlanner(),
+            process_group=checkpoint_group(),
+        )
     return folder
 
 
@@ -293,10 +301,9 @@ def fill(full: FullState, state: dict[str, Any]) -> list[str]:
     converted = {f"{full.tensors[name].dtype} -> {tensor.dtype}" for name, tensor in state.items()}
     logger.debug("%s: %d tensors, %s", full.path, len(state), ", ".join(sorted(converted)))
     nonfinite = []
-    for part, _ in local_parts({"model": state}):
-        name = part.name.removeprefix("model.")
-        if not _read_rows(full.tensors[name], part):
-            nonfinite.append(name)
+    for part in LocalParts().of(state):
+        if not _read_rows(full.tensors[part.name], part):
+            nonfinite.append(part.name)
     return nonfinite
 
 
@@ -310,11 +317,11 @@ def _read_rows(source: FullTensor, part: Part) -> bool:
     if not source.shape:
         target.copy_(source.read().reshape(target.shape))
     elif target.numel():
-        top = part.offsets[0]
-        height = part.sizes[0]
+        top = part.chunk.offsets[0]
+        height = part.chunk.sizes[0]
         box = tuple(
             slice(offset, offset + size)
-            for offset, size in zip(part.offsets, part.sizes, strict=True)
+            for offset, size in zip(part.chunk.offsets, part.chunk.sizes, strict=True)
         )
         rows = max(1, BLOCK // max(1, source.nbytes // source.shape[0]))
         if any(stored.is_transposed for stored in source.parts):

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from titanlite.checkpoint.grid import Box, grid_of
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint
-from titanlite.checkpoint.shard_file import header_bytes
+from titanlite.checkpoint.shard_file import SAVED_OFFSETS, SHARDING_INFO, header_bytes
 from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
 from titanlite.tools.formats.export import Outgoing
@@ -40,7 +40,6 @@ WHOLE = "model.safetensors"
 LARGEST_HEADER = 1 << 24
 LARGEST_SIZE = 1 << 62  # of a dimension; torch's own limit is twice this
 SHARDS = "shard-*.safetensors"
-SHARDING = "DCP_SHARDING_INFO"  # the metadata entry: JSON, name -> {"saved_offsets": [...]}
 ZIP = b"PK\x03\x04"
 
 
@@ -87,11 +86,11 @@ def _saved_offsets(
     path: Path, metadata: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Where in their tensors the parts in a file begin. `shapes`: those of the parts."""
-    if SHARDING not in metadata:
+    if SHARDING_INFO not in metadata:
         return {name: (0,) * len(shape) for name, shape in shapes.items()}
     try:
-        entries = json.loads(metadata[SHARDING])
-        all_offsets = {name: tuple(entries[name]["saved_offsets"]) for name in shapes}
+        entries = json.loads(metadata[SHARDING_INFO])
+        all_offsets = {name: tuple(entries[name][SAVED_OFFSETS]) for name in shapes}
         for name, offsets in all_offsets.items():
             valid = all(type(offset) is int and 0 <= offset < LARGEST_SIZE for offset in offsets)
             if not valid or len(offsets) != len(shapes[name]):
@@ -101,7 +100,7 @@ def _saved_offsets(
                 )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(
-            f"{path}: its {SHARDING} cannot be used ({reason_of(error)})"
+            f"{path}: its {SHARDING_INFO} cannot be used ({reason_of(error)})"
         ) from None
     return all_offsets
 

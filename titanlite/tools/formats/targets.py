@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.grid import Box, grid_of
 from titanlite.checkpoint.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry
+from titanlite.checkpoint.shard_file import sharding_metadata
 from titanlite.checkpoint.step_files import digest_of
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer_json import TEMPLATE_FILE
@@ -113,7 +114,7 @@ def _torch_save(path: Path, tree: dict[str, Any]) -> None:
 
 
 def to_titanlite(path: Path, export: Export) -> None:
-    """A step folder: one or two safetensors files, the small files and the manifest."""
+    """A step folder as `checkpoint/storage.py` writes it, by one process."""
     path.mkdir()
     about = export.state.about
     files: dict[str, FileEntry] = {}
@@ -125,7 +126,8 @@ def to_titanlite(path: Path, export: Export) -> None:
     for kind, tensors in groups.items():
         name = f"{kind}-00000.safetensors"
         if tensors:
-            write_file(path / name, tensors)
+            begins = {key: [0] * len(tensor.shape) for key, tensor in tensors.items()}
+            write_file(path / name, tensors, sharding_metadata(begins))
             files[name] = FileEntry((path / name).stat().st_size, digest_of(path / name))
         for key, tensor in tensors.items():
             shape = tuple(tensor.shape)

@@ -1,0 +1,98 @@
+"""torch alone opens a step folder: a process that does not import titanlite loads it, bit by bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import of_all_ranks, save_after_a_step
+from model_builder import EVEN, SMALL
+from runs import train_run
+from safetensors.torch import load_file
+
+from titanlite.checkpoint.folders import find_step_folder
+from titanlite.tools.cli.main import main
+from titanlite.tools.formats.load_weights import load_model, open_verified
+
+LOAD = """
+import sys
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+step, target = sys.argv[1:]
+saved = HuggingFaceStorageReader(step).read_metadata().state_dict_metadata
+state = {"model": {}, "optimizer": {}}
+for name, tensor in saved.items():
+    part, _, key = name.partition(".")
+    if part in state:
+        state[part][key] = torch.full(tensor.size, 7, dtype=tensor.properties.dtype)
+dcp.load(state, storage_reader=HuggingFaceStorageReader(step))
+torch.save(state, target)
+assert not any(name.startswith("titanlite") for name in sys.modules)
+"""
+CONSOLIDATE = """
+import os
+import sys
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+step, target = sys.argv[1:]
+os.mkdir(target)
+saved = HuggingFaceStorageReader(step).read_metadata().state_dict_metadata
+names = {name: 1 for name in saved if name.startswith("model.")}
+consolidate_safetensors_files(step, target, names)
+"""
+
+
+def without_titanlite(program: str, *arguments: Path) -> None:
+    """Runs a program isolated from this folder and the environment's paths."""
+    command = [sys.executable, "-I", "-W", "ignore", "-c", program, *map(str, arguments)]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+
+
+LAYOUTS = [
+    (SMALL, {}),
+    (EVEN, {"dp_shard": 2, "tp": 2}),
+    (EVEN, {"pp": 2, "pp_schedule": "Interleaved1F1B"}),
+    (SMALL, {"dp_replicate": 2, "dp_shard": 2}),  # 101 rows
+]
+
+
+@pytest.mark.parametrize(("llama", "parallel"), LAYOUTS, ids=str)
+def test_torch_alone_loads_model_and_optimizer(pool, tmp_path, llama, parallel):
+    degrees = [degree for degree in parallel.values() if isinstance(degree, int)]
+    processes = torch.tensor([1, *degrees]).prod().item()
+    ranks = pool.run(processes, save_after_a_step, tmp_path, parallel, llama)
+    without_titanlite(LOAD, tmp_path / "step-1", tmp_path / "loaded.pt")
+    loaded = torch.load(tmp_path / "loaded.pt", weights_only=True)
+    found = loaded["model"]
+    for name, value in loaded["optimizer"].items():
+        found[name.removeprefix("state.")] = value
+    expected = of_all_ranks(ranks)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+
+
+def test_what_torch_consolidates_is_a_model(pool, arguments, tmp_path, capfd):
+    run = [*arguments, "--training.steps=1", "--validation.freq=0"]
+    assert pool.run(2, train_run, run) == [0, 0]
+    step = find_step_folder(tmp_path / "debug")
+    without_titanlite(CONSOLIDATE, step, tmp_path / "whole")
+    whole = load_file(tmp_path / "whole/model-00001-of-00001.safetensors")
+    model = load_model(open_verified(step), torch.device("cpu"), 8)
+    assert whole.keys() == {f"model.{name}" for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(whole[f"model.{name}"], parameter)
+    options = ["--prompt", "def", "--max-new-tokens", "4", "--temperature", "0"]
+    texts = []
+    small = ["--model", str(step / "model.json"), "--tokenizer", str(step / "tokenizer.model")]
+    for path, more in ((step, []), (tmp_path / "whole", small)):
+        assert main(["generate", str(path), *options, *more]) == 0
+        texts.append(capfd.readouterr().out)
+    assert texts[0] == texts[1]

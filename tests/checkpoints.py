@@ -1,0 +1,113 @@
+"""Checkpoints without a run: a state, such as that of a model after a step, is saved and loaded as the
+manager does it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from model_builder import build_stages, full
+
+from titanlite.checkpoint.manifest import Manifest, RunMetadata
+from titanlite.checkpoint.planner import PlacementLoadPlanner, PlacementSavePlanner
+from titanlite.checkpoint.state import ModelState, OptimizerState
+from titanlite.checkpoint.storage import StepReader, StepWriter, loading, saving
+from titanlite.config.schema import OptimizerConfig
+from titanlite.data.stream import Batch
+from titanlite.distributed.process_group import checkpoint_group
+from titanlite.model.flavors import LlamaConfig
+from titanlite.optim.optimizer import build_optimizer
+from titanlite.parallel.stages import Stages
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """DCP warns if it is used without a process group."""
+    with warnings.catch_warnings():
+        if not dist.is_initialized():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+def write_step(
+    folder: Path,
+    step: int,
+    state: dict[str, dict[str, Any]],
+    files: dict[str, bytes],
+    facts: RunMetadata,
+    failure: Exception | None = None,
+) -> Manifest | None:
+    """Returns the manifest on rank 0."""
+    planner = PlacementSavePlanner()
+    writer = StepWriter(folder, step, planner, files, facts, failure)
+    with alone(), saving(step, folder):
+        dcp.save(state, storage_writer=writer, planner=planner, process_group=checkpoint_group())
+    return writer.manifest
+
+
+def read_step(folder: Path, manifest: Manifest, state: dict[str, dict[str, Any]]) -> None:
+    """Fills the tensors of the state."""
+    reader = StepReader(folder, manifest)
+    with alone(), loading(folder):
+        dcp.load(
+            state,
+            storage_reader=reader,
+            planner=PlacementLoadPlanner(),
+            process_group=checkpoint_group(),
+        )
+
+
+TOKENS = torch.randint(101, (2, 17), generator=torch.Generator().manual_seed(3))
+
+
+def build(
+    parallel: dict, seed: int, llama: LlamaConfig, name: str
+) -> tuple[Stages, torch.optim.Optimizer, dict]:
+    """A model in some layout over all ranks, and its states. `name`: of the optimizer."""
+    stages = build_stages(parallel, seed, llama)
+    optimizer = build_optimizer(stages.model_parts, OptimizerConfig(name))
+    states = {
+        "model": ModelState(stages.model_parts),
+        "optimizer": OptimizerState(stages.model_parts, optimizer),
+    }
+    return stages, optimizer, states
+
+
+def everything(stages: Stages, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All weights and moments that this rank has a part of, whole."""
+    named = [pair for part in stages.model_parts for pair in part.named_parameters()]
+    whole = {name: full(p).detach().clone() for name, p in named}
+    for name, parameter in named:
+        for key, value in optimizer.state[parameter].items():
+            whole[f"{name}.{key}"] = full(value).clone()
+    return whole
+
+
+def save_after_a_step(
+    folder: Path, parallel: dict, llama: LlamaConfig, name: str = "adamw"
+) -> dict[str, torch.Tensor]:
+    stages, optimizer, states = build(parallel, 0, llama, name)
+    stages.forward_backward(Batch(TOKENS[:, :-1], TOKENS[:, 1:]), torch.tensor(32))
+    optimizer.step()
+    optimizer.zero_grad()
+    state = {name: part.state_dict() for name, part in states.items()}
+    # Earlier versions saved the step twice; loading ignores it
+    state["schedule"] = {"completed": torch.tensor(1)}
+    write_step(folder, 1, state, {"note.txt": b"hello"}, RunMetadata({}, {}, ""))
+    return everything(stages, optimizer)
+
+
+def of_all_ranks(found: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """One mapping of what the ranks have; where two have the same it is the same."""
+    merged: dict[str, torch.Tensor] = {}
+    for mine in found:
+        for name, value in mine.items():
+            assert torch.equal(merged.setdefault(name, value), value), name
+    return merged
