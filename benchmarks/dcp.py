@@ -1,0 +1,357 @@
+"""A checkpoint beside torch.distributed.checkpoint's own storages: time and memory.
+
+    python benchmarks/dcp.py [--gb 3] [--folder PATH] [--before CHECKOUT] [--rounds 3]
+
+1. Two processes save and load the same state (weights and two moments, sharded as FSDP does) as
+titanlite does, with HuggingFaceStorageWriter (the same kind of file) and with FileSystemWriter; all
+three sync, titanlite hashes. Arms alternate, forwards and backwards, in the same processes; medians.
+`--before`: also as an earlier checkout did, in processes of its own. Everything is written twice and
+the second write is measured: a virtual machine returns free memory to its host, and the first write
+has to allocate it again. Memory is the peak of anonymous memory during a save or load beyond what
+there was before, of the process that needs more.
+2. One process makes one file with the whole state: `titanlite convert STEP model.pt`, and torch's
+dcp_to_torch_save and consolidate_safetensors_files, of the same state as their own storages saved
+it. The comparison that `convert` makes afterwards is timed apart, because torch's make none.
+Takes ten minutes on two cores, and six times the bytes on the disk of the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import report
+
+NUM_WEIGHTS = 12 * 9 + 3
+WORLD = 2
+ARMS = ("titanlite", "HuggingFaceStorageWriter", "FileSystemWriter", "plain write")
+BEFORE = "before"
+CONVERT = """
+import json, sys, time
+from pathlib import Path
+kind, source, target, benchmarks = sys.argv[1:]
+sys.path.insert(0, benchmarks)
+from dcp import AnonymousPeak
+if kind == "titanlite":
+    from titanlite.tools.formats.convert import convert
+    work = lambda: convert(source, target, full=True, verify=False, log=lambda text: None)
+elif kind == "titanlite, compared":
+    from titanlite.tools.formats.convert import convert
+    work = lambda: convert(source, target, full=True, log=lambda text: None)
+elif kind == "dcp_to_torch_save":
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    work = lambda: dcp_to_torch_save(source, target)
+else:
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint import _consolidate_hf_safetensors as hf
+    Path(target).mkdir()
+    names = dict.fromkeys(HuggingFaceStorageReader(source).read_metadata().state_dict_metadata, 1)
+    work = lambda: hf.consolidate_safetensors_files(source, target, names)
+started = time.monotonic()
+with AnonymousPeak() as peak:
+    work()
+print(json.dumps({"seconds": time.monotonic() - started, "memory": peak.extra}))
+"""
+
+
+class AnonymousPeak:
+    """The most anonymous memory of this process beyond what it had, looked at every 5 ms.
+
+    Pages of mapped files belong to the page cache.
+    """
+
+    def __enter__(self) -> AnonymousPeak:
+        self.base = self.peak = self.anonymous()
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.ended.set()
+        self.thread.join()
+
+    def watch(self) -> None:
+        while not self.ended.wait(0.005):
+            self.peak = max(self.peak, self.anonymous())
+
+    @property
+    def extra(self) -> int:
+        return self.peak - self.base
+
+    @staticmethod
+    def anonymous() -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon"):
+                return int(line.split()[1]) * 1024
+        raise ValueError("no RssAnon in /proc/self/status")
+
+
+class Arms:
+    """What one process of an arm does; `is_before`: with the code of an earlier checkout."""
+
+    def __init__(self, folder: Path, num_bytes: int, is_before: bool) -> None:
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        self.folder = folder
+        self.is_before = is_before
+        self.steps = 0
+        mesh = init_device_mesh("cpu", (WORLD,))
+        rows = num_bytes // (3 * NUM_WEIGHTS * 4 * 512) // WORLD
+
+        def tensor() -> DTensor:
+            return DTensor.from_local(torch.randn(rows, 512), mesh, [Shard(0)])
+
+        names = [f"layers.{i}.weight" for i in range(NUM_WEIGHTS)]
+        moments = {f"state.{name}.{key}": tensor() for name in names for key in ("m", "v")}
+        self.state: dict[str, dict[str, Any]] = {
+            "model": {name: tensor() for name in names},
+            "optimizer": moments,
+        }
+        self.planner: Any = None
+        if not is_before:
+            from titanlite.checkpoint.planner import PlacementSavePlanner
+
+            self.planner = PlacementSavePlanner()
+
+    def save(self, arm: str) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        path = self.folder / arm
+        if arm == BEFORE:
+            from titanlite.checkpoint import storage
+            from titanlite.checkpoint.manifest import RunMetadata
+
+            facts = RunMetadata({}, {}, "")
+            storage.write_step(path, 1, self.state, {}, facts)  # type: ignore[attr-defined]
+        elif arm == "titanlite":
+            import step_io
+
+            step_io.save(path, 1, self.state, self.planner)
+        elif arm == "HuggingFaceStorageWriter":
+            writer = dcp.HuggingFaceStorageWriter(str(path), save_distributed=True)
+            dcp.save(self.state, storage_writer=writer)
+        elif arm == "FileSystemWriter":
+            dcp.save(self.state, storage_writer=dcp.FileSystemWriter(path, sync_files=True))
+        else:
+            self.plain_write(path)
+
+    def plain_write(self, path: Path) -> None:
+        """The same bytes as one file per process, as fast as the disk takes them."""
+        import torch
+        import torch.distributed as dist
+
+        path.mkdir(exist_ok=True)
+        with (path / str(dist.get_rank())).open("wb", buffering=0) as file:
+            for part in self.state.values():
+                for tensor in part.values():
+                    file.write(tensor.to_local().reshape(-1).view(torch.uint8).numpy().data)
+            os.fsync(file.fileno())
+
+    def load(self, arm: str) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        path = self.folder / arm
+        if arm == BEFORE:
+            from titanlite.checkpoint import read_step  # type: ignore[attr-defined]
+            from titanlite.checkpoint.manifest import read_manifest
+
+            read_step.read_step(path / "step-1", read_manifest(path / "step-1"), self.state)
+        elif arm == "titanlite":
+            import step_io
+
+            from titanlite.checkpoint.manifest import read_manifest
+
+            step_io.load(path / "step-1", read_manifest(path / "step-1"), self.state)
+        elif arm == "HuggingFaceStorageWriter":
+            reader = dcp.HuggingFaceStorageReader(str(path))
+            dcp.load(self.state, storage_reader=reader)
+        else:
+            dcp.load(self.state, storage_reader=dcp.FileSystemReader(path))
+
+    def measure(self, what: str, arm: str) -> dict[str, float]:
+        """Seconds until all processes are done, and this one's memory beyond what it had."""
+        import torch.distributed as dist
+
+        repetitions = 2 if what == "save" else 1
+        for _ in range(repetitions):
+            if what == "save" and dist.get_rank() == 0:
+                shutil.rmtree(self.folder / arm, ignore_errors=True)
+            gc.collect()
+            dist.barrier()
+            started = time.monotonic()
+            with AnonymousPeak() as peak:
+                (self.save if what == "save" else self.load)(arm)
+            dist.barrier()
+            seconds = time.monotonic() - started
+        return {"seconds": seconds, "memory": peak.extra}
+
+
+def child(rank: int, folder: Path, num_bytes: int, is_before: bool) -> None:
+    """One of two processes, which does what its standard input says."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"store-{is_before}"), WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    gc.disable()  # as training has it between its own collections
+    arms = Arms(folder, num_bytes, is_before)
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        what, arm = json.loads(line)
+        print(json.dumps(arms.measure(what, arm)), flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+class Pair:
+    """Two processes of one checkout."""
+
+    def __init__(self, root: Path, folder: Path, num_bytes: int, is_before: bool) -> None:
+        environment = os.environ | {
+            "PYTHONPATH": f"{root}:{report.ROOT / 'benchmarks'}",
+            "PYTHONWARNINGS": "ignore",
+        }
+        command = [sys.executable, __file__, "--child", str(folder), str(num_bytes)]
+        self.processes = [
+            subprocess.Popen(
+                [*command, str(int(is_before)), str(rank)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for rank in range(WORLD)
+        ]
+        self.answers()
+
+    def answers(self) -> list[Any]:
+        lines = [process.stdout.readline() for process in self.processes if process.stdout]
+        if not all(lines):
+            raise SystemExit("a process ended; its message is above")
+        return [json.loads(line) for line in lines]
+
+    def measure(self, what: str, arm: str) -> dict[str, float]:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([what, arm]) + "\n")
+            process.stdin.flush()
+        found = self.answers()
+        return {key: max(one[key] for one in found) for key in ("seconds", "memory")}
+
+    def close(self) -> None:
+        for process in self.processes:  # each waits for the other before it ends
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self.processes:
+            process.wait(60)
+
+
+def compared(pairs: dict[str, Pair], what: str, rounds: int) -> dict[str, dict[str, float]]:
+    """Medians of each arm; the arms forwards, then backwards, and so on."""
+    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in pairs}
+    for number in range(rounds):
+        for arm in list(pairs) if number % 2 == 0 else reversed(pairs):
+            found[arm].append(pairs[arm].measure(what, arm))
+            print(what, arm, found[arm][-1], flush=True)
+    return {
+        arm: {key: statistics.median(one[key] for one in all_of) for key in all_of[0]}
+        for arm, all_of in found.items()
+    }
+
+
+def whole_files(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
+    """One file with the whole state, made by one process from each arm's folder."""
+    sources = {
+        "titanlite": folder / "titanlite/step-1",
+        "titanlite, compared": folder / "titanlite/step-1",
+        "dcp_to_torch_save": folder / "FileSystemWriter",
+        "consolidate_safetensors_files": folder / "HuggingFaceStorageWriter",
+    }
+    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in sources}
+    target = folder / "whole.pt"
+    for number in range(rounds):
+        for kind in list(sources) if number % 2 == 0 else reversed(sources):
+            for _ in range(2):
+                shutil.rmtree(target, ignore_errors=True)
+                target.unlink(missing_ok=True)
+                command = [sys.executable, "-W", "ignore", "-c", CONVERT, kind]
+                here = str(Path(__file__).parent)
+                one = report.child([*command, str(sources[kind]), str(target), here])
+            found[kind].append(one)
+            print(kind, one, flush=True)
+    return {
+        kind: {key: statistics.median(one[key] for one in all_of) for key in all_of[0]}
+        for kind, all_of in found.items()
+    }
+
+
+def table(rows: dict[str, dict[str, float]], num_bytes: int, first: str) -> list[str]:
+    """Lines of a table: time, speed, memory, and both beside those of the first row."""
+    lines = [
+        f"| {first} | seconds | GB/s | extra memory | titanlite's time / its | its memory / state |",
+        "|---|---|---|---|---|---|",
+    ]
+    own = rows["titanlite"]["seconds"]
+    for name, row in rows.items():
+        seconds = row["seconds"]
+        lines.append(
+            f"| {name} | {seconds:.2f} | {num_bytes / seconds / 1e9:.2f} | "
+            f"{row['memory'] / 1e9:.3f} GB | {own / seconds:.2f} | "
+            f"{row['memory'] / num_bytes:.3f} |"
+        )
+    return [*lines, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gb", type=float, default=3.0, help="bytes of state, of both processes")
+    parser.add_argument("--folder", default=None, help="a folder on the disk to measure")
+    parser.add_argument("--before", type=Path, help="an earlier checkout, to be measured too")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        folder, size, is_before, rank = options.child
+        child(int(rank), Path(folder), int(size), is_before == "1")
+        return
+    num_bytes = int(options.gb * 1e9)
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        here = Pair(report.ROOT, folder, num_bytes, is_before=False)
+        pairs = dict.fromkeys(ARMS, here)
+        if options.before:
+            pairs[BEFORE] = Pair(options.before.resolve(), folder, num_bytes, is_before=True)
+        results["save"] = compared(pairs, "save", options.rounds)
+        pairs.pop("plain write")
+        shutil.rmtree(folder / "plain write")
+        results["load"] = compared(pairs, "load", options.rounds)
+        for pair in set(pairs.values()):
+            pair.close()
+        results["one file"] = whole_files(folder, max(1, options.rounds // 2))
+    body = [f"State of {options.gb} GB, two processes, files in the page cache for loading.", ""]
+    for what, rows in results.items():
+        body += table(rows, num_bytes, what)
+    print("\n".join(body))
+    report.write("dcp", "A checkpoint beside torch's own storages", body, results)
+
+
+if __name__ == "__main__":
+    main()
