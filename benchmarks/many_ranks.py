@@ -254,7 +254,7 @@ def measure_rank(flavor: str, ranks: int, rank: int) -> dict[str, str]:
 
 
 def fingerprint(value: object) -> str:
-    """Of everything that is sent, and its size."""
+    """A hash of a value, and the size of its pickle."""
     return f"{hashlib.sha256(repr(value).encode()).hexdigest()} {len(pickle.dumps(value))}"
 
 

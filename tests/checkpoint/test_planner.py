@@ -228,7 +228,7 @@ def test_a_tensor_on_a_part_of_the_mesh_is_written_once(pool, tmp_path):
 
 
 class Sharded(torch.Tensor):
-    """A tensor that tells DCP which parts of a larger one it has."""
+    """A tensor that is a part of a larger one, by DCP's own interface."""
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         raise NotImplementedError
@@ -332,7 +332,7 @@ def test_a_hole_between_the_saved_parts_is_an_error(tmp_path):
     assert str(error) == "w: its saved parts have 4 of the 6 numbers of this rank's [6] at [0]"
 
 
-def test_of_many_problems_the_first_are_kept(tmp_path):
+def test_of_many_problems_the_first_are_kept():
     """Rank 0 receives them from all ranks."""
     error = StateMismatch([f"has no w{number}" for number in range(100)])
     assert len(error.problems) == 6

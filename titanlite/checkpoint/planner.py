@@ -19,9 +19,9 @@ itself sends the metadata from rank 0 to all ranks at the end of each save: 1 MB
 
 It serves any `dcp.save` and `dcp.load`, with any storage: nothing else of titanlite is imported.
 All values must be tensors, because a storage would have to pickle anything else, and plain tensors
-must be equal on all ranks. One planner serves one process group, in which all ranks of the meshes
-are, and one of the meshes has all ranks that hold the same tensors. It keeps the tensors of the
-last save until the next one, or until `release`.
+must be equal on all ranks. The process group must have all ranks of the meshes, be the same in all
+saves of a planner, and ranks that hold the same tensors must share a mesh. A planner keeps the
+tensors of the last save until the next one, or until `release`.
 """
 
 from __future__ import annotations
@@ -157,9 +157,10 @@ class Part(NamedTuple):
 
 
 class LocalParts:
-    """Which parts of tensors this rank holds.
+    """Finds the parts of tensors that this rank holds.
 
-    Computed once for each shape, mesh and placements: 14 ms for a strided shard on 1,024 ranks.
+    A part's place is computed once for each shape, mesh and placements: that takes 14 ms for a
+    strided shard on 1,024 ranks.
     """
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 from titanlite.checkpoint.manifest import DTYPE_NAMES, CorruptCheckpoint, FileEntry
 
 BLOCK = 1 << 25  # bytes that are written at a time
-# Of torch.distributed.checkpoint: in a file's metadata, and for each tensor in it
+# The names that torch.distributed.checkpoint reads: in a file's metadata, and there for each tensor
 SHARDING_INFO = "DCP_SHARDING_INFO"
 SAVED_OFFSETS = "saved_offsets"
 

@@ -55,7 +55,7 @@ def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
             if start.startswith(ZIP):
                 raise ValueError(
                     "it begins with a zip archive: torch's HuggingFaceStorageWriter was given a "
-                    "value that is no tensor, a plain number say; save only tensors with it"
+                    "value that is not a tensor, such as a plain number; save only tensors with it"
                 )
             length = int.from_bytes(start, "little")
             if length > LARGEST_HEADER:
