@@ -53,7 +53,6 @@ from titanlite.data.prepared import (
 )
 from titanlite.data.stream import TrainStream, build_samples
 from titanlite.data.to_device import prefetch, to_device
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed import process_group
 from titanlite.distributed.agreement import (
     PATIENT,
@@ -93,6 +92,7 @@ from titanlite.runtime.errors import EXIT_CONFIG, LAUNCHED, ConfigError, JoinErr
 from titanlite.runtime.failure import report_failure
 from titanlite.runtime.garbage import GarbageCollection
 from titanlite.sinks.feed import Sinks
+from titanlite.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("titanlite")
 

@@ -31,7 +31,6 @@ from titanlite.config.load import load_config
 from titanlite.config.schema import Config
 from titanlite.data.stream import Batch, dropout_keys
 from titanlite.data.to_device import prefetch, to_device
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed import process_group
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
@@ -49,6 +48,7 @@ from titanlite.rules.check import check_layout
 from titanlite.rules.compiled import reason_not_compiled
 from titanlite.runtime import phases
 from titanlite.runtime.phases import Phase, mark_phase
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.formats import huggingface
 from titanlite.tools.formats.full_state import half_split
 

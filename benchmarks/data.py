@@ -29,7 +29,7 @@ from titanlite.data.packing import PackedRows, best_fit
 from titanlite.data.prepared_manifest import read_manifest
 from titanlite.data.shards import Tokens
 from titanlite.data.stream import Samples, TrainStream, Windows
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.cache import prepare
 
 SEQ_LEN, BATCH = 2048, 8

@@ -29,7 +29,7 @@ import report
 
 sys.path.insert(0, str(report.ROOT))
 
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.sources import Source, find
 
 ROW = 2000  # characters

@@ -82,7 +82,7 @@ def section(tmp_path) -> Any:
 @pytest.fixture
 def folder(section) -> Path:
     """The prepared folder of that text."""
-    from titanlite.data.tokenizer import Tokenizer
+    from titanlite.tokenizer.tokenizer import Tokenizer
     from titanlite.tools.prepare.cache import prepare
 
     return prepare(section, Tokenizer(), lambda text: None)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.data.byte_level import CHARACTERS
-from titanlite.data.tokenizer import PATTERN
-from titanlite.data.tokenizer_json import GPT2_PATTERN
+from titanlite.tokenizer.byte_level import CHARACTERS
+from titanlite.tokenizer.tokenizer import PATTERN
+from titanlite.tokenizer.tokenizer_json import GPT2_PATTERN
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -43,8 +43,8 @@ import torch  # noqa: E402
 from fuzz_mutations import LARGEST, mutate  # noqa: E402
 from fuzz_readers import READERS, Reader  # noqa: E402
 
-from titanlite.data import tokenizer_probe  # noqa: E402
 from titanlite.runtime.errors import ConfigError  # noqa: E402
+from titanlite.tokenizer import tokenizer_probe  # noqa: E402
 from titanlite.tools.formats import pickle_reader  # noqa: E402
 from titanlite.tools.prepare import parquet_reader  # noqa: E402
 

@@ -54,7 +54,6 @@ from titanlite.config.to_toml import to_toml
 from titanlite.data.prepared import PreparedData
 from titanlite.data.prepared_manifest import read_manifest as read_prepared
 from titanlite.data.questions import read_questions
-from titanlite.data.tokenizer import BUNDLED, Tokenizer
 from titanlite.data.verification import RECORD, unverified
 from titanlite.data.verification import verify as verify_data
 from titanlite.distributed.agreement import read_message
@@ -65,6 +64,7 @@ from titanlite.probes.scores import encode_prompt, exact_match, f1
 from titanlite.rules.check import check_layout
 from titanlite.runtime.errors import ConfigError
 from titanlite.sinks.metric_names import scalars
+from titanlite.tokenizer.tokenizer import BUNDLED, Tokenizer
 from titanlite.tools.cli.checkpoint_command import list_run, show, verify
 from titanlite.tools.cli.prompt_file import read_prompts, rows_to_continue, write_texts
 from titanlite.tools.formats.convert import convert, describe

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config, ParallelConfig, RunConfig, TrainingConfig
-from titanlite.data.tokenizer import BUNDLED
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import FLAVORS, LlamaConfig, RopeScaling
 from titanlite.model.llama import Llama
@@ -22,6 +21,7 @@ from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.stages import Stages
 from titanlite.rules.degrees import AXES
+from titanlite.tokenizer.tokenizer import BUNDLED
 
 SMALL = LlamaConfig(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=101)
 # Fits tp and pp

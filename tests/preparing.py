@@ -9,7 +9,7 @@ import numpy as np
 
 from titanlite.data.prepared_manifest import read_manifest
 from titanlite.data.shards import Tokens
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.cli.main import main
 
 TOKENIZER = Tokenizer()

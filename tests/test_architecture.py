@@ -13,8 +13,8 @@ import pytest
 from runs import rows
 
 from titanlite.config.load import load_config
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import LAUNCHED
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.cache import prepare
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +27,7 @@ FLOORS = [
     {"config"},
     {"distributed"},
     {"model"},
+    {"tokenizer"},
     {"data", "rules"},
     {"optim"},
     {"observe", "parallel"},
@@ -205,7 +206,7 @@ SETS_ATTRIBUTES = {
     "titanlite/checkpoint/staging.py": {"thread.buffer", "thread.stream"},
     "titanlite/checkpoint/state.py": {"parameter.grad"},
     "titanlite/config/load.py": {"layer.values[name]"},  # what `set_value` is for
-    "titanlite/data/bpe_fast.py": {"tokenizer.pre_tokenizer"},
+    "titanlite/tokenizer/bpe_fast.py": {"tokenizer.pre_tokenizer"},
     "titanlite/distributed/torch_private.py": {
         "ShardingPropagator._propagate_tensor_meta_non_cached",
         "Stage._inference_mode",
@@ -470,7 +471,7 @@ TESTED_ELSEWHERE = {
     "checkpoint/manager": "tests/checkpoint/test_checkpoint.py, tests/e2e/test_resume.py",
     "checkpoint/shard_file": "tests/checkpoint/test_checkpoint.py",
     "checkpoint/step_files": "tests/checkpoint/test_manifest.py",
-    "data/tokenizer_probe": "tests/data/test_tokenizer_hf.py",
+    "tokenizer/tokenizer_probe": "tests/tokenizer/test_tokenizer_hf.py",
     "tools/cli/convert_command": "tests/tools/formats/test_convert.py, "
     "tests/tools/formats/test_convert_limits.py",
     "tools/import_config/common": "tests/tools/import_config/test_deepspeed.py, "

@@ -25,9 +25,9 @@ from titanlite.checkpoint.folders import RECORD as DIVERGED
 from titanlite.checkpoint.retention import PROVEN, read_proof
 from titanlite.config import load
 from titanlite.config.load import load_config
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.observe.logging import log_to_file
 from titanlite.observe.metrics_file import truncate_after
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.formats import safetensors_files
 from titanlite.tools.formats.detect_format import read_model
 from titanlite.tools.formats.full_state import About, FullState

@@ -97,7 +97,7 @@ def test_the_wheel_holds_the_package_the_program_and_nothing_else(wheel):
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "titanlite").rglob("*.py")}
     package |= {
         "titanlite/py.typed",
-        "titanlite/data/tokenizer.model",
+        "titanlite/tokenizer/tokenizer.model",
         "titanlite/program/train.py",
     }
     for tool in ("explain", "report"):

@@ -29,10 +29,10 @@ from typing import Any
 
 from titanlite.config.load import load_config
 from titanlite.config.mistakes import suggestion
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed.run_folder import lock
 from titanlite.runtime.errors import EXIT_CONFIG, EXIT_HUNG, LAUNCHED, ConfigError
 from titanlite.runtime.files import read_bounded
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.cli.processes import Group, Signals, run
 from titanlite.tools.prepare.cache import prepare
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from titanlite.config.load import load_config
 from titanlite.data.prepared import load_sources
 from titanlite.data.stream import Windows, build_samples
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.cache import prepare
 
 HERE = Path(__file__).parent

@@ -12,9 +12,9 @@ from messages import refused
 
 from titanlite.config.schema import DataConfig, SourceConfig
 from titanlite.data.prepared import PreparedData, is_prepared, open_prepared
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.verification import RECORD
 from titanlite.runtime.errors import LAUNCHED
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.cache import prepare
 from train import prepared_folders
 
@@ -46,7 +46,7 @@ sys.modules["titanlite.tools"] = None  # every import of it fails, as if the fol
 
 from titanlite.config.schema import Config, DataConfig, SourceConfig
 from titanlite.data.prepared import load_sources
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from train import prepared_folders
 
 paths = sys.argv[1:]

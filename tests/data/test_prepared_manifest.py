@@ -9,8 +9,8 @@ import pytest
 from messages import refused
 
 from titanlite.data.prepared_manifest import read_manifest
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.cache import prepare
 
 TOKENIZER = Tokenizer()

@@ -12,7 +12,7 @@ from messages import refused
 
 from titanlite.config.schema import DataConfig
 from titanlite.data import verification as verify
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.cache import prepare
 
 TOKENIZER = Tokenizer()

@@ -12,7 +12,7 @@ from runs import curve, train_run
 
 from titanlite.data.packing import PackedRows
 from titanlite.data.shards import Tokens
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.chat.conversation import ChatEncoder, encode
 from titanlite.tools.chat.template import ChatTemplate
 from titanlite.tools.cli.main import main

@@ -20,9 +20,9 @@ from titanlite.config.schema import Config
 from titanlite.data.prepared_manifest import read_manifest
 from titanlite.data.shards import Tokens
 from titanlite.data.stream import TrainStream, Windows
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import resolve_flavor
 from titanlite.model.llama import Llama
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.cache import prepare
 
 GOLDEN = {  # step: (loss, gradient norm)

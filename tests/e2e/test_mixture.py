@@ -21,7 +21,7 @@ from titanlite.checkpoint.manifest import Manifest, read_manifest
 from titanlite.checkpoint.resume import require_compatible
 from titanlite.config.load import load_config
 from titanlite.data.prepared import description, load_sources
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 
 NAMES = ("numbers", "words", "lists", "poem")
 SOURCES = """

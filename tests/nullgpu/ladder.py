@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import resolve_flavor
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.verify.compare import measure, reference
 from titanlite.tools.verify.ladder import ladder, make_case, reason_not_fitting
 from titanlite.tools.verify.pool import Pool, WorkerError

@@ -23,7 +23,7 @@ def test_bits_per_byte_follows_from_the_text(pool, arguments, tmp_path):
     from titanlite.config.schema import DataConfig
     from titanlite.data.prepared_manifest import read_manifest
     from titanlite.data.shards import Tokens
-    from titanlite.data.tokenizer import Tokenizer
+    from titanlite.tokenizer.tokenizer import Tokenizer
     from titanlite.tools.prepare.cache import prepare
 
     assert pool.run(1, train_run, [*arguments, "--validation.samples=0", "--training.steps=1"]) == [

@@ -14,7 +14,6 @@ from model_builder import EVEN, build_stages, small_model
 from runs import curve, rows, train_run
 
 from titanlite.config.schema import ValidationConfig
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.generate import generate
 from titanlite.probes.continuation import Continuation
 from titanlite.probes.scores import (
@@ -24,6 +23,7 @@ from titanlite.probes.scores import (
     f1,
     normalised,
 )
+from titanlite.tokenizer.tokenizer import Tokenizer
 
 
 def test_normalisation_is_that_of_squad():

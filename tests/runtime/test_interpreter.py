@@ -106,7 +106,7 @@ STARTERS = {
     "tools/formats/pickle_reader.py": "starts itself by its path, isolated (-I)",
     "tools/prepare/parquet_reader.py": "the same",
     "tools/chat/template.py": "the same",
-    "data/tokenizer_probe.py": "the same",
+    "tokenizer/tokenizer_probe.py": "the same",
     "tools/verify/pool.py": "starts its server in / and in `interpreter.environment`",
     "tools/cli/eject_command.py": "prints the interpreter's name",
     "observe/start_and_end.py": "prints the interpreter's name",

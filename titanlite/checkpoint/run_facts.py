@@ -13,8 +13,8 @@ from titanlite.checkpoint.manifest import RunMetadata, Settings
 from titanlite.config.schema import Config
 from titanlite.config.to_toml import to_toml
 from titanlite.data.prepared import PreparedData, description, fingerprint_of
-from titanlite.data.tokenizer_json import TEMPLATE_FILE
 from titanlite.model.flavors import LlamaConfig
+from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
 
 
 class RunFacts:

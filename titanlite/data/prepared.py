@@ -15,9 +15,9 @@ from typing import Any
 
 from titanlite.config.schema import Config, DataConfig
 from titanlite.data.shards import Tokens
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.verification import verify_changed
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer import Tokenizer
 
 # Settings of a source of text
 TEXT_DEFAULTS = {"pattern": "**/*", "field": "text", "validation": ""}

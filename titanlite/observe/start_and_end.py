@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend
 
 from titanlite.config.load import program_folder
 from titanlite.config.schema import Config
-from titanlite.data.tokenizer_json import TEMPLATE_FILE
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import attention_backend
 from titanlite.model.attention import share_heads
@@ -31,6 +30,7 @@ from titanlite.rules.unused import unused_settings
 from titanlite.runtime import interpreter
 from titanlite.runtime.device import device_name
 from titanlite.runtime.errors import EXIT_STOPPED
+from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
 
 logger = logging.getLogger("titanlite")
 

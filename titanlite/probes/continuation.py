@@ -27,11 +27,11 @@ from torch import Tensor
 
 from titanlite.data.stream import IGNORED, Batch, TrainStream
 from titanlite.data.to_device import to_device
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed.agreement import broadcast
 from titanlite.model.generate import row_seed, sample_token
 from titanlite.parallel.stages import Stages
 from titanlite.runtime.phases import Phase, mark_phase
+from titanlite.tokenizer.tokenizer import Tokenizer
 
 TOP_K = 50
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from titanlite.config.schema import ValidationConfig
 from titanlite.data.stream import TrainStream
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed.signals import Requests
 from titanlite.observe.line_file import LineFile
 from titanlite.observe.metrics import Metrics
@@ -24,6 +23,7 @@ from titanlite.observe.metrics_file import SAMPLES
 from titanlite.parallel.stages import Stages
 from titanlite.probes.continuation import Choice, Continuation
 from titanlite.runtime.errors import ConfigError, printable
+from titanlite.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("titanlite")
 # Characters of the end of a prompt, and of its continuation, on the console

@@ -25,13 +25,13 @@ from pathlib import Path
 from titanlite.config.schema import ValidationConfig
 from titanlite.data.questions import Question, read_questions
 from titanlite.data.stream import TrainStream
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.distributed.signals import Requests
 from titanlite.observe.metrics import Metrics
 from titanlite.parallel.stages import Stages
 from titanlite.probes.continuation import Choice, Continuation
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("titanlite")
 WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -8,7 +8,7 @@ import pytest
 from chats import CHATML, CONVERSATIONS, MARKED
 from messages import refused
 
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.chat.conversation import ChatEncoder, encode, messages_of
 from titanlite.tools.chat.template import ChatTemplate
 from titanlite.tools.formats.huggingface_tokenizer import to_files

@@ -6,9 +6,9 @@ import pytest
 from chats import CHATML, MARKED
 from messages import refused
 
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.chat import session
 from titanlite.tools.chat.session import ChatSession, Sampling
 from titanlite.tools.chat.template import PLAIN

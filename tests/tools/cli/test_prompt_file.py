@@ -11,8 +11,8 @@ import pytest
 from messages import refused
 
 from titanlite.data.json_rows import JsonRow
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.generate import Row
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.cli.prompt_file import (
     batches_of,
     read_prompts,

@@ -10,7 +10,7 @@ from foreign_tokenizers import trained, write
 from messages import assert_mentions
 from runs import train_run
 
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.cli.main import main
 
 TEXT = "naïve 漢字 🦙\n\n  def f(x):\r\n"

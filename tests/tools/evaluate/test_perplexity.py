@@ -9,7 +9,7 @@ from runs import rows
 
 from titanlite.config.schema import DataConfig
 from titanlite.data.prepared import PreparedData
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.cli.evaluate_command import run
 from titanlite.tools.prepare.cache import prepare
 

@@ -12,10 +12,10 @@ from tools.explain.logged_group import log_run, record_logged
 
 from docs.one_step_tables import BLOCKS, OPTIONS, PAGE, with_tables
 from titanlite.config.load import load_config
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import resolve_flavor
 from titanlite.rules.check import check_layout
 from titanlite.rules.degrees import AXES, num_processes
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.cli.plan_command import model_of
 from titanlite.tools.explain.events import Explanation
 from titanlite.tools.explain.explain import Run, assemble, explain, totals, with_senders

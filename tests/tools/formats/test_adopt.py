@@ -9,8 +9,8 @@ from messages import refused, run_refused
 from runs import curve, train_run
 
 from titanlite.config.schema import ModelConfig
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import FLAVORS, RopeScaling, resolve_flavor
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.formats.adopt import keys_of
 
 

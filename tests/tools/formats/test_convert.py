@@ -27,10 +27,10 @@ from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.state import ModelState, OptimizerState
 from titanlite.config.schema import OptimizerConfig
 from titanlite.data.stream import Batch
-from titanlite.data.tokenizer import BUNDLED, Tokenizer
 from titanlite.model.flavors import FLAVORS, LlamaConfig, RopeScaling
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer import BUNDLED, Tokenizer
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats import check_export as check
 from titanlite.tools.formats import convert as module

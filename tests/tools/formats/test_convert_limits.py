@@ -24,9 +24,9 @@ from torch import Tensor
 
 from titanlite.checkpoint import retention
 from titanlite.checkpoint.manifest import CorruptCheckpoint
-from titanlite.data.tokenizer import BUNDLED, Tokenizer
 from titanlite.model.flavors import LlamaConfig, parameter_shapes
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer import BUNDLED, Tokenizer
 from titanlite.tools.cli.convert_command import file_size
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats import convert as module

@@ -11,9 +11,9 @@ import torch
 from model_builder import EXPORTED as MODELS
 from model_builder import SMALL, make_file, small_model
 
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.generate import generate
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats import gguf_file
 from titanlite.tools.formats.convert import convert, load_full_state

@@ -18,7 +18,7 @@ from foreign_tokenizers import (
 )
 from messages import refused
 
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.formats import gguf_sentencepiece
 from titanlite.tools.formats.gguf_reader import read_header
 from titanlite.tools.formats.gguf_sentencepiece import NEVER, join, merges_of

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from foreign_tokenizers import trained
 
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.formats.gguf_tokenizer import read_tokenizer
 
 TEXT = "def f(x):\n\treturn x + 1234  # 日本 'twas it's\n\n\n" * 3

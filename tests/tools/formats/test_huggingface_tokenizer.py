@@ -15,7 +15,7 @@ from model_builder import EXPORTED, make_file
 from runs import curve, train_run
 
 from titanlite.config.load import load_config
-from titanlite.data.tokenizer import BUNDLED, Tokenizer
+from titanlite.tokenizer.tokenizer import BUNDLED, Tokenizer
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats.adopt import adopt_checkpoint
 from titanlite.tools.formats.convert import convert, load_full_state

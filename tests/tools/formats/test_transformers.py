@@ -11,8 +11,8 @@ from model_builder import EXPORTED as MODELS
 from model_builder import make_file
 from torch.nn.utils import parameters_to_vector
 
-from titanlite.data.tokenizer import BUNDLED, Tokenizer
 from titanlite.model.generate import generate
+from titanlite.tokenizer.tokenizer import BUNDLED, Tokenizer
 from titanlite.tools.formats.convert import convert, load_full_state
 from titanlite.tools.formats.load_weights import load_model
 

@@ -14,7 +14,7 @@ from preparing import write_megatron
 from titanlite.config.schema import DataConfig, SourceConfig
 from titanlite.data.prepared_manifest import read_manifest
 from titanlite.data.shards import Tokens
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare import text_files
 from titanlite.tools.prepare.cache import find_text, prepare
 from titanlite.tools.prepare.shard_writer import ShardWriter

@@ -15,7 +15,7 @@ from chats import MARKED
 from row_jobs import job_of, read
 
 from titanlite.data.shards import Tokens
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.cli.main import main
 from titanlite.tools.prepare.job import ChatConfig, Job
 

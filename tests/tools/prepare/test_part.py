@@ -11,7 +11,7 @@ import pytest
 from messages import refused
 from preparing import TOKENIZER, documents_of, prepared
 
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.cli.main import main
 from titanlite.tools.prepare import text_files
 from titanlite.tools.prepare.duplicates import DuplicateConfig

@@ -11,7 +11,7 @@ import pytest
 from messages import refused
 from preparing import TOKENIZER, write_megatron
 
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare import plan_job as plan
 from titanlite.tools.prepare.filters import FilterConfig
 from titanlite.tools.prepare.job import differences

@@ -9,7 +9,7 @@ import json
 import pytest
 from messages import refused
 
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.build import begin, working_folder
 from titanlite.tools.prepare.duplicates import DuplicateConfig
 from titanlite.tools.prepare.filters import FilterConfig

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from titanlite.data.nfc import nfc
-from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.tokenizer_json import JSON_FILES
+from titanlite.tokenizer.nfc import nfc
+from titanlite.tokenizer.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer_json import JSON_FILES
 from titanlite.tools.chat.template import ChatTemplate, Message, Rendered
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from titanlite.data.tokenizer_json import JSON_FILES, TEMPLATE_FILE
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
+from titanlite.tokenizer.tokenizer_json import JSON_FILES, TEMPLATE_FILE
 
 MAX_TEMPLATE = 1 << 22  # bytes of its file
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.generate import generate
 from titanlite.model.llama import Llama
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.chat.conversation import ChatEncoder, control_tokens, encode
 from titanlite.tools.chat.template import ChatTemplate, Message
 from titanlite.tools.chat.text_stream import text_stream

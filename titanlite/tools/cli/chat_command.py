@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
     if is_to_start(options):
         return start("chat", argv, options.processes)
     device = join(options)
-    from titanlite.data.tokenizer_json import TEMPLATE_FILE
+    from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
     from titanlite.tools.chat.find_template import find_template, read_template
     from titanlite.tools.chat.session import ChatSession, Sampling
     from titanlite.tools.chat.template import PLAIN

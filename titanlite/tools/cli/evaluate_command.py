@@ -24,7 +24,7 @@ from titanlite.tools.cli.several import add_processes_option, is_to_start, join,
 
 if TYPE_CHECKING:
     from titanlite.data.prepared import PreparedData
-    from titanlite.data.tokenizer import Tokenizer
+    from titanlite.tokenizer.tokenizer import Tokenizer
     from titanlite.tools.formats.full_state import FullState
     from titanlite.tools.formats.shared_model import SharedModel
 

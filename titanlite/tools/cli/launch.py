@@ -20,13 +20,13 @@ from pathlib import Path
 from titanlite.config.load import load_config, program_folder
 from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.data.questions import read_questions
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.rules.check import check_layout
 from titanlite.rules.degrees import resolve_degrees
 from titanlite.runtime.errors import EXIT_CONFIG, EXIT_STOPPED, LAUNCHED, ConfigError
 from titanlite.runtime.interpreter import without_package
 from titanlite.sinks.installed import require_installed
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.cli import processes
 from titanlite.tools.cli.stops import stoppable
 from titanlite.tools.prepare.cache import find_text, prepare

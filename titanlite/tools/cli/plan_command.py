@@ -196,7 +196,7 @@ def model_of(config: Config) -> LlamaConfig:
     """The shape of a config's model. Raises ConfigError."""
     llama = resolve_flavor(config.model, 0)
     if llama.vocab_size == 0:
-        from titanlite.data.tokenizer import Tokenizer  # for its size alone
+        from titanlite.tokenizer.tokenizer import Tokenizer  # for its size alone
 
         llama = resolve_flavor(config.model, Tokenizer(config.data.tokenizer).size)
     return llama

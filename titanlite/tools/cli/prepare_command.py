@@ -11,10 +11,10 @@ from pathlib import Path
 from titanlite.config.load import flavors, load_config
 from titanlite.config.schema import FROM_CHECKPOINT
 from titanlite.data.prepared import is_prepared
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.verification import verify_changed
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.progress import progress_bar
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.chat.conversation import control_tokens
 from titanlite.tools.chat.find_template import find_template, read_template
 from titanlite.tools.chat.template import PLAIN, ChatTemplate, TemplateError

@@ -18,9 +18,9 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import replace_file
 
 if TYPE_CHECKING:  # they import torch, and the file is read before
-    from titanlite.data.tokenizer import Tokenizer
     from titanlite.model.generate import Row
     from titanlite.model.llama import Llama
+    from titanlite.tokenizer.tokenizer import Tokenizer
 
 FIELD = "prompt"
 RESULT = "text"

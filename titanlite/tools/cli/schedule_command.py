@@ -63,7 +63,7 @@ def _with_steps(config: Config) -> Config:
     # These import torch, which a budget in steps does not need.
     from titanlite.data.prepared import load_sources
     from titanlite.data.stream import build_samples
-    from titanlite.data.tokenizer import Tokenizer
+    from titanlite.tokenizer.tokenizer import Tokenizer
     from titanlite.tools.prepare.cache import prepare
 
     tokenizer = Tokenizer(config.data.tokenizer)

@@ -88,10 +88,10 @@ def _train(options: argparse.Namespace) -> int:
         if not path.parent.is_dir():
             raise ConfigError(f"{path.parent}: no such folder")
 
-    from titanlite.data.bpe import train_bpe, write_rank_file
-    from titanlite.data.bpe_fast import train_bpe_fast
-    from titanlite.data.tokenizer import Tokenizer
     from titanlite.runtime.files import replace_file
+    from titanlite.tokenizer.bpe import train_bpe, write_rank_file
+    from titanlite.tokenizer.bpe_fast import train_bpe_fast
+    from titanlite.tokenizer.tokenizer import Tokenizer
     from titanlite.tools.formats.huggingface_tokenizer import to_files
     from titanlite.tools.prepare.plan_job import text_files
     from titanlite.tools.prepare.sources import Keys, Source, find
@@ -126,7 +126,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _info(options: argparse.Namespace) -> int:
-    from titanlite.data.tokenizer import Tokenizer
+    from titanlite.tokenizer.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(options.tokenizer)
     names = {i: name for name, i in tokenizer.special.items()}
@@ -167,7 +167,7 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _encode(options: argparse.Namespace) -> int:
-    from titanlite.data.tokenizer import Tokenizer
+    from titanlite.tokenizer.tokenizer import Tokenizer
 
     if options.text is not None and options.file:
         raise ConfigError(f"--file {options.file}: a text is given too; give one of them")
@@ -180,7 +180,7 @@ def _encode(options: argparse.Namespace) -> int:
 
 
 def _decode(options: argparse.Namespace) -> int:
-    from titanlite.data.tokenizer import Tokenizer
+    from titanlite.tokenizer.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(options.tokenizer)
     words = options.ids or _read(None).split()

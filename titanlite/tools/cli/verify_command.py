@@ -12,9 +12,9 @@ from typing import Any
 
 from titanlite.config.load import load_config
 from titanlite.config.mistakes import suggestion
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.verify.campaign import run_cases
 from titanlite.tools.verify.draw import draw_layouts
 from titanlite.tools.verify.ladder import (

@@ -34,10 +34,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from titanlite.config.mistakes import suggestion
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.generate import generate
 from titanlite.model.llama import Llama
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer import Tokenizer
 
 NEW_TOKENS = 256  # of generated text, unless the task limits it; lm-eval's default
 # log-likelihood in nats, and whether each token was the most likely one

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from titanlite.config.load import load_config, program_folder
 from titanlite.config.schema import Config
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.runtime.files import read_bounded
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.faults.catalogue import find_fault
 from titanlite.tools.faults.fault import Fault
 from titanlite.tools.formats.check_export import TOLERANCE, compare_tensors, logits_difference

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.schema import Config, ModelConfig
-from titanlite.data.tokenizer_json import TOKENIZER_FILES
 from titanlite.model.flavors import LlamaConfig, RopeScaling
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer_json import TOKENIZER_FILES
 from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.fingerprint import fingerprint
 

@@ -28,12 +28,12 @@ from torch import Tensor
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.config.mistakes import suggestion
-from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.tokenizer_json import JSON_FILES, QWEN_PATTERN, RANK_FILE
 from titanlite.model.flavors import LlamaConfig, parameter_shapes
 from titanlite.runtime.errors import ConfigError, printable
 from titanlite.runtime.files import make_folder
 from titanlite.runtime.progress import progress_bar
+from titanlite.tokenizer.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer_json import JSON_FILES, QWEN_PATTERN, RANK_FILE
 from titanlite.tools.formats import gguf_file, huggingface
 from titanlite.tools.formats.check_export import compare_logits, compare_tensors
 from titanlite.tools.formats.detect_format import open_adapter, open_full_state

@@ -20,11 +20,11 @@ from titanlite.checkpoint.folders import find_step_folder, list_steps, step_fold
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, read_manifest
 from titanlite.checkpoint.step_files import file_problems, read_file
 from titanlite.config.mistakes import suggestion
-from titanlite.data.tokenizer_json import MAX_JSON_FILE
 from titanlite.model.flavors import FLAVORS, LlamaConfig
 from titanlite.model.shape_file import from_json, sequence_length
 from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
+from titanlite.tokenizer.tokenizer_json import MAX_JSON_FILE
 from titanlite.tools.formats import adapters, gguf_reader, huggingface, meta, stock
 from titanlite.tools.formats.full_state import (
     ORIGIN,

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titanlite.data.byte_level import to_text
-from titanlite.data.tokenizer import PATTERN, Tokenizer
-from titanlite.data.tokenizer_json import GPT2_PATTERN, QWEN_PATTERN, TEMPLATE_FILE
 from titanlite.model.flavors import LlamaConfig, block_shapes
 from titanlite.model.llama import rope_frequencies
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.byte_level import to_text
+from titanlite.tokenizer.tokenizer import PATTERN, Tokenizer
+from titanlite.tokenizer.tokenizer_json import GPT2_PATTERN, QWEN_PATTERN, TEMPLATE_FILE
 from titanlite.tools.formats import huggingface
 from titanlite.tools.formats.export import Export
 from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part, half_split

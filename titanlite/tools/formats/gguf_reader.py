@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
-from titanlite.data.tokenizer_json import TEMPLATE_FILE
 from titanlite.model.flavors import LlamaConfig, RopeScaling
 from titanlite.model.shape_file import checked, sequence_length
 from titanlite.runtime.errors import ConfigError, reason_of
+from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
 from titanlite.tools.formats import gguf_tokenizer
 from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part
 from titanlite.tools.formats.gguf_file import (

@@ -27,9 +27,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from titanlite.data.tokenizer_hf import SPACE
-from titanlite.data.tokenizer_json import Json
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer_hf import SPACE
+from titanlite.tokenizer.tokenizer_json import Json
 
 NORMAL = 1  # types of tokens: text,
 UNUSED = 5  # and text that is not used: llama.cpp makes no difference

@@ -13,10 +13,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.tokenizer import PATTERN, Tokenizer
-from titanlite.data.tokenizer_json import JSON_FILES, QWEN_PATTERN, Json, steps
-from titanlite.data.vocab_and_merges import template
 from titanlite.runtime.errors import ConfigError, reason_of
+from titanlite.tokenizer.tokenizer import PATTERN, Tokenizer
+from titanlite.tokenizer.tokenizer_json import JSON_FILES, QWEN_PATTERN, Json, steps
+from titanlite.tokenizer.vocab_and_merges import template
 from titanlite.tools.formats import gguf_sentencepiece
 
 logger = logging.getLogger("titanlite")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypedDict
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
-from titanlite.data.tokenizer_json import TEMPLATE_FILE
 from titanlite.model.flavors import (
     SCALINGS,
     LlamaConfig,
@@ -29,6 +28,7 @@ from titanlite.model.shape_file import LARGEST, checked, sequence_length
 from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
 from titanlite.runtime.typed_json import typed
+from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
 from titanlite.tools.chat.find_template import find_template
 from titanlite.tools.formats.full_state import About, FullState, FullTensor, same_numbers
 from titanlite.tools.formats.huggingface_tokenizer import read_tokenizer

@@ -17,18 +17,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.bpe import rank_file
-from titanlite.data.byte_level import merges_of, to_text
-from titanlite.data.tokenizer import PATTERN, Tokenizer
-from titanlite.data.tokenizer_json import (
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import read_bounded
+from titanlite.tokenizer.bpe import rank_file
+from titanlite.tokenizer.byte_level import merges_of, to_text
+from titanlite.tokenizer.tokenizer import PATTERN, Tokenizer
+from titanlite.tokenizer.tokenizer_json import (
     JSON_FILES,
     MAX_JSON_FILE,
     RANK_FILE,
     VOCAB_FILE,
     of_template,
 )
-from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import read_bounded
 
 IDENTITY = ("tokens", "ranks", "special", "bos", "eos", "pattern", "nfc", "ids")
 logger = logging.getLogger("titanlite")

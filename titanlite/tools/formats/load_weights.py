@@ -32,14 +32,14 @@ from titanlite.checkpoint.state import ModelState
 from titanlite.checkpoint.step_files import read_file, verify_files, verify_together
 from titanlite.checkpoint.storage import StepReader, loading
 from titanlite.config.schema import CheckpointConfig
-from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.tokenizer_json import JSON_FILES, RANK_FILE
 from titanlite.distributed.agreement import PATIENT, broadcast_from_rank0, on_all_ranks
 from titanlite.distributed.process_group import checkpoint_group
 from titanlite.model.flavors import LlamaConfig, parameter_shapes
 from titanlite.model.llama import Llama
 from titanlite.parallel.lora import is_adapter
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer_json import JSON_FILES, RANK_FILE
 from titanlite.tools.formats.detect_format import (
     drop_tied_output,
     is_step_folder,

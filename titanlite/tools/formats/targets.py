@@ -32,8 +32,8 @@ from titanlite.checkpoint.grid import Box, grid_of
 from titanlite.checkpoint.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry
 from titanlite.checkpoint.shard_file import sharding_metadata
 from titanlite.checkpoint.step_files import digest_of
-from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.tokenizer_json import TEMPLATE_FILE
+from titanlite.tokenizer.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
 from titanlite.tools.formats import adapters, gguf_file, huggingface, meta
 from titanlite.tools.formats.export import Export, Outgoing
 from titanlite.tools.formats.full_state import ORIGIN, FullState

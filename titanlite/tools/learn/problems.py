@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.config.load import load_config
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import resolve_flavor
 from titanlite.rules.degrees import AXES
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.plan.machines import find_machine
 from titanlite.tools.plan.plan import Plan, make_plan
 

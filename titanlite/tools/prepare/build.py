@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from titanlite.data.prepared_manifest import AGAIN
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import make_folder
 from titanlite.runtime.progress import progress_bar
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.changed_input import keep_unchanged, only_input_differs
 from titanlite.tools.prepare.job import NAME, Job, begin_job, differences, read_job, write_job
 from titanlite.tools.prepare.merge import (

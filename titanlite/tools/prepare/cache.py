@@ -22,9 +22,9 @@ from pathlib import Path
 from titanlite.config.schema import DataConfig
 from titanlite.data.prepared import is_prepared, open_prepared, refuse_text_settings
 from titanlite.data.prepared_manifest import FORMAT
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.verification import verify_changed
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.locks import hold
 from titanlite.tools.prepare.sources import (
     CONFIG_KEYS,

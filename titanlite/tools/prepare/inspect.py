@@ -15,9 +15,9 @@ import numpy as np
 from titanlite.data.prepared import is_prepared
 from titanlite.data.prepared_manifest import read_manifest
 from titanlite.data.shards import Tokens
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.verification import expected_files, unverified, verify
 from titanlite.runtime.errors import ConfigError, printable
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.filter_report import FilterReport
 
 SAMPLE_TOKENS = 60

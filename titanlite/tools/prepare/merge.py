@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from titanlite.data.prepared_manifest import FORMAT, read_manifest, token_dtype
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.verification import expected_files
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import replace_file, sync_folder
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.duplicates import find_duplicates
 from titanlite.tools.prepare.filter_report import FilterReport
 from titanlite.tools.prepare.inputs import check_inputs

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data.prepared_manifest import token_dtype
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import replace_file
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.chat.conversation import Piece as ChatPiece
 from titanlite.tools.chat.conversation import encode
 from titanlite.tools.prepare.documents import BadRow, Document

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.config.mistakes import suggestion
-from titanlite.data.tokenizer import BUNDLED, Tokenizer
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer import BUNDLED, Tokenizer
 from titanlite.tools.prepare.detect_content import detect
 from titanlite.tools.prepare.duplicates import DuplicateConfig
 from titanlite.tools.prepare.filters import FilterConfig

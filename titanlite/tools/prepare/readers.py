@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.documents import BadRow, Document, Skipped
 from titanlite.tools.prepare.job import Job, Piece
 from titanlite.tools.prepare.rows import row_documents

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.detect_content import LLMC, MEGATRON
 from titanlite.tools.prepare.documents import Document
 from titanlite.tools.prepare.job import HOLDOUT, File, Piece

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime import interpreter
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.job import Job, read_job
 from titanlite.tools.prepare.part import run_part
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import regex  # a dependency of tiktoken; the standard library's re does not support \p{L}
 
-from titanlite.data.tokenizer import MAX_TOKEN, PATTERN
+from titanlite.tokenizer.tokenizer import MAX_TOKEN, PATTERN
 
 
 def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:

@@ -15,9 +15,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.tokenizer_json import JSON_FILES, MAX_JSON_FILE, QWEN_PATTERN, VOCAB_FILE, Json
 from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
+from titanlite.tokenizer.tokenizer_json import (
+    JSON_FILES,
+    MAX_JSON_FILE,
+    QWEN_PATTERN,
+    VOCAB_FILE,
+    Json,
+)
 
 MERGES_FILE = "merges.txt"
 SPECIAL_FILE = "special_tokens_map.json"

@@ -21,10 +21,10 @@ from foreign_tokenizers import (
 )
 from messages import refused
 
-from titanlite.data.byte_level import merges_of, to_bytes, to_text
-from titanlite.data.tokenizer import BUNDLED, MAX_TOKEN, Tokenizer
-from titanlite.data.tokenizer_json import Encoding, convert, encode_alone, find, parse
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.byte_level import merges_of, to_bytes, to_text
+from titanlite.tokenizer.tokenizer import BUNDLED, MAX_TOKEN, Tokenizer
+from titanlite.tokenizer.tokenizer_json import Encoding, convert, encode_alone, find, parse
 
 STYLES = ("gpt2", "llama3", "qwen")
 

@@ -7,9 +7,9 @@ import time
 import pytest
 from foreign_tokenizers import PATTERNS, mixed_text, trained
 
-from titanlite.data import tiktoken_pieces as module
-from titanlite.data.tiktoken_pieces import MAX_PIECE, MAX_RUN, pieces
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.tokenizer import tiktoken_pieces as module
+from titanlite.tokenizer.tiktoken_pieces import MAX_PIECE, MAX_RUN, pieces
+from titanlite.tokenizer.tokenizer import Tokenizer
 
 TEXTS = [
     "",

@@ -19,8 +19,8 @@ from foreign_tokenizers import sentencepiece
 from messages import refused
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.formats.huggingface_tokenizer import files_of, to_files
 
 

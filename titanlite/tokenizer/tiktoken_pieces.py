@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from titanlite.data.nfc import nfc
+from titanlite.tokenizer.nfc import nfc
 
 MAX_PIECE = 400_000
 MAX_RUN = 25_000

@@ -12,9 +12,9 @@ import json
 import sys
 from collections.abc import Iterable
 
-from titanlite.data.byte_level import CHARACTERS, to_bytes
-from titanlite.data.tokenizer import MAX_TOKEN, PATTERN
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.byte_level import CHARACTERS, to_bytes
+from titanlite.tokenizer.tokenizer import MAX_TOKEN, PATTERN
 
 
 def train_bpe_fast(texts: Iterable[str], num_tokens: int) -> list[bytes]:

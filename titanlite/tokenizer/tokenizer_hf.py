@@ -19,10 +19,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.byte_level import BYTES
-from titanlite.data.tokenizer_json import MARK, MAX_ID, Encoding, Json, files_and_ends, steps
-from titanlite.data.tokenizer_probe import problem_of
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.byte_level import BYTES
+from titanlite.tokenizer.tokenizer_json import MARK, MAX_ID, Encoding, Json, files_and_ends, steps
+from titanlite.tokenizer.tokenizer_probe import problem_of
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # which SentencePiece writes for a space

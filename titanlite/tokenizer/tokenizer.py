@@ -17,13 +17,13 @@ from pathlib import Path
 
 import tiktoken
 
-from titanlite.data.nfc import nfc
-from titanlite.data.tiktoken_pieces import pieces
-from titanlite.data.tokenizer_hf import HuggingFaceCodec, encoding_by_package
-from titanlite.data.tokenizer_json import VOCAB_FILE, Encoding, convert, find, parse
-from titanlite.data.vocab_and_merges import to_tokenizer_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
+from titanlite.tokenizer.nfc import nfc
+from titanlite.tokenizer.tiktoken_pieces import pieces
+from titanlite.tokenizer.tokenizer_hf import HuggingFaceCodec, encoding_by_package
+from titanlite.tokenizer.tokenizer_json import VOCAB_FILE, Encoding, convert, find, parse
+from titanlite.tokenizer.vocab_and_merges import to_tokenizer_json
 
 BUNDLED = Path(__file__).with_name("tokenizer.model")  # 4,096 tokens of `titanlite tokenizer train`
 LLAMA3_RANKS = 128_000

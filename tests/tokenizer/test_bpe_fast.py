@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from foreign_tokenizers import CHARACTERS, pre_tokenizer, theirs, tokenizers
 
-from titanlite.data.bpe import rank_file, train_bpe
-from titanlite.data.bpe_fast import train_bpe_fast
-from titanlite.data.byte_level import to_text
-from titanlite.data.tokenizer import MAX_TOKEN, Tokenizer
+from titanlite.tokenizer.bpe import rank_file, train_bpe
+from titanlite.tokenizer.bpe_fast import train_bpe_fast
+from titanlite.tokenizer.byte_level import to_text
+from titanlite.tokenizer.tokenizer import MAX_TOKEN, Tokenizer
 
 
 def source(size: int) -> tuple[str, str]:

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.byte_level import CHARACTERS, to_bytes, to_text
 from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
+from titanlite.tokenizer.byte_level import CHARACTERS, to_bytes, to_text
 
 RANK_FILE = "tokenizer.model"
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -10,9 +10,9 @@ import pytest
 from foreign_tokenizers import mixed_text, random_unicode, trained, write_vocab
 from messages import refused
 
-from titanlite.data import vocab_and_merges
-from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.vocab_and_merges import template
+from titanlite.tokenizer import vocab_and_merges
+from titanlite.tokenizer.tokenizer import Tokenizer
+from titanlite.tokenizer.vocab_and_merges import template
 from titanlite.tools.formats.huggingface_tokenizer import files_of, read_tokenizer, to_files
 
 transformers = pytest.importorskip("transformers")

@@ -9,8 +9,8 @@ import time
 import pytest
 from messages import refused
 
-from titanlite.data.bpe import train_bpe, write_rank_file
-from titanlite.data.tokenizer import BUNDLED, MAX_RANK_FILE, MAX_TOKEN, Tokenizer
+from titanlite.tokenizer.bpe import train_bpe, write_rank_file
+from titanlite.tokenizer.tokenizer import BUNDLED, MAX_RANK_FILE, MAX_TOKEN, Tokenizer
 
 KOREAN = "대규모 언어 모델을 처음부터 학습합니다. "
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 import regex
 
-from titanlite.data.bpe import PATTERN, train_bpe
+from titanlite.tokenizer.bpe import PATTERN, train_bpe
 
 KOREAN = "대규모 언어 모델을 처음부터 학습합니다. "
 

@@ -6,7 +6,7 @@ import unicodedata
 
 from foreign_tokenizers import random_unicode, tokenizers
 
-from titanlite.data.nfc import nfc
+from titanlite.tokenizer.nfc import nfc
 
 theirs = tokenizers.normalizers.NFC()
 CHARACTERS = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
