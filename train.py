@@ -51,7 +51,7 @@ from titanlite.data.prepared import (
     load_sources,
     open_prepared,
 )
-from titanlite.data.stream import TrainStream, build_samples
+from titanlite.data.stream import TrainStream, build_samples, count_targets
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.distributed import process_group
 from titanlite.distributed.agreement import (
@@ -81,11 +81,10 @@ from titanlite.optim.stability import Guard
 from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.lora import is_adapter, is_frozen
 from titanlite.parallel.parallelize import build_model_parts
-from titanlite.parallel.preferences import build_frozen_copy, build_stages
+from titanlite.parallel.stages import Stages
 from titanlite.probes.noise_scale import NoiseScale
 from titanlite.probes.probes import Probes
 from titanlite.probes.samples import Sampler
-from titanlite.probes.scores import Scorer
 from titanlite.rules.check import check_layout
 from titanlite.runtime.device import device_name
 from titanlite.runtime.errors import EXIT_CONFIG, LAUNCHED, ConfigError, JoinError, StorageError
@@ -122,7 +121,7 @@ def main(config: Config) -> int:
     requests = Requests(folder)  # from here on a signal makes the run save and end
 
     # 2. Data: text is tokenised once; sample i of the stream is a function of (seed, i)
-    data = load_sources(config, prepared_folders(config.data, tokenizer), tokenizer)
+    data = load_sources(config.data, prepared_folders(config.data, tokenizer), tokenizer)
     require_agreement(PATIENT, data=fingerprint_of(data))  # preparing takes nodes different times
     samples = build_samples(data, config.data, config.training, config.run.seed)
     config = epochs_in_steps(config, samples)  # as it was, unless a key counts epochs
@@ -134,10 +133,7 @@ def main(config: Config) -> int:
         model = Llama(llama, training.seq_len)
     # The model, or the pipeline stages of this rank
     model_parts = build_model_parts(model, config, mesh, device, compiled)
-    # What DPO without adapters compares with: parts of a second model; else none
-    frozen_copy = build_frozen_copy(llama, config, mesh, device, compiled)
-    # `Stages`, or for pairs of answers
-    stages = build_stages(model_parts, config, mesh, device, compiled, frozen_copy)
+    stages = Stages(model_parts, config, mesh, device, compiled)  # their forward and backward
 
     # 4. Training state: everything that a step changes. A checkpoint holds exactly these
     optimizer = build_optimizer(model_parts, config.optimizer, config.parallel.optimizer_offload)
@@ -162,23 +158,22 @@ def main(config: Config) -> int:
     facts = RunFacts(config, llama, mesh.degrees, data)
     checkpoint = Checkpointer(config.checkpoint, folder, states, facts, device, guard)
     resumed = checkpoint.load()
-    load_initial_weights(config, model_parts, frozen_copy, llama, tokenizer, resumed)
+    load_initial_weights(config, model_parts, llama, tokenizer, resumed)
     ema.start()  # with these weights, unless the checkpoint had an average
 
     # 5. Metrics and validation
-    metrics = Metrics(config, llama, folder, device, progress, (scaler, guard, noise_scale, stages))
+    metrics = Metrics(config, llama, folder, device, progress, (scaler, guard, noise_scale))
     plan_check = PlanCheck(functools.partial(compare_with_plan, config, llama, device))
     probes = Probes(config.metrics, stages, noise_scale, metrics)
     validator = Validator(config.validation, data, stream, stages, mesh, metrics)
     sampler = Sampler(config.validation, config.run.seed, tokenizer, stages, stream, metrics)
-    scorer = Scorer(config.validation, tokenizer, stages, stream, metrics)
     profiler = Profiler(config.profiling, folder, progress)
     garbage = GarbageCollection(training.gc_freq)
     run_folder.write("config.toml", facts.toml)
     log_start(config, llama, mesh, device, compiled, progress)
     if progress.step == 0 and validator.due(finished=False):
         with metrics.paused():
-            validate(validator, ema, sampler, scorer, requests)
+            validate(validator, ema, sampler, requests)
 
     # 6. Loop: one optimizer step after the other
     requests.agree()  # a signal may have arrived during the set-up
@@ -191,7 +186,7 @@ def main(config: Config) -> int:
             # One optimizer step
             batches = stream.next_step()  # local batches of tokens and labels (B, S)
             num_batches = len(batches)
-            own_targets = to_device(stages.count_targets(batches), device)
+            own_targets = to_device(count_targets(batches), device)
             num_targets = mesh.sum_counts(own_targets)  # over all ranks
             probes.before_step(batches)
             loss = torch.zeros((), device=device)
@@ -221,7 +216,7 @@ def main(config: Config) -> int:
             finished = progress.step == training.steps
             last = finished or agreed.stop
             logs = metrics.due(last)
-            validates = any(part.due(finished) for part in (validator, sampler, scorer))
+            validates = any(part.due(finished) for part in (validator, sampler))
             saves = checkpoint.due(progress.step, last or agreed.save)
             if logs or validates or saves or agreed.trouble or checkpoint.unproven:
                 loss = mesh.sum_losses(loss)
@@ -242,7 +237,7 @@ def main(config: Config) -> int:
                 with metrics.paused():
                     held_out_loss = None
                     if validates:
-                        held_out_loss = validate(validator, ema, sampler, scorer, requests)
+                        held_out_loss = validate(validator, ema, sampler, requests)
                     last = last or requests.stop  # a signal ends a validation
                     if checkpoint.due(progress.step, last or agreed.save):
                         checkpoint.save(progress.step, held_out_loss, wait=last)
@@ -262,10 +257,10 @@ def main(config: Config) -> int:
 
 
 def validate(
-    validator: Validator, ema: WeightEMA, sampler: Sampler, scorer: Scorer, requests: Requests
+    validator: Validator, ema: WeightEMA, sampler: Sampler, requests: Requests
 ) -> float | None:
     """The loss on held-out text, which decides about `keep_best`; also that of the averaged
-    weights, samples, and scores of answers.
+    weights, and samples.
 
     None if there is no validation, or if a signal has arrived: then the run saves and ends.
     """
@@ -275,8 +270,6 @@ def validate(
             validator.run_average(requests)
     if not requests.stop:
         sampler.run(requests)
-    if not requests.stop:
-        scorer.run(requests)
     return loss
 
 
@@ -316,8 +309,8 @@ def saved_names(config: Config) -> Callable[[str], bool]:
 
 
 def frozen_fingerprint(config: Config) -> str:
-    """Of the weights that adapters are added to, or that DPO compares with; else empty."""
-    if not config.needs_initial_weights or not config.checkpoint.initial_load:
+    """The fingerprint of the weights that adapters are added to; without adapters empty."""
+    if config.lora.rank == 0 or not config.checkpoint.initial_load:
         return ""
     from titanlite.tools.formats.adopt import fingerprint_of  # of a checkpoint in any format
 
@@ -328,7 +321,6 @@ def frozen_fingerprint(config: Config) -> str:
 def load_initial_weights(
     config: Config,
     model_parts: list[Llama],
-    frozen_copy: list[Llama],
     llama: LlamaConfig,
     tokenizer: Tokenizer,
     resumed: bool,
@@ -336,30 +328,19 @@ def load_initial_weights(
     """Weights of another run, or of a file in any format that `titanlite convert` reads, if
     `checkpoint.initial_load` names one.
 
-    A resumed run has its weights from its checkpoint, but not those that stay as they were: that
-    adapters are added to, or that DPO compares with.
+    A resumed run has its weights from its checkpoint, but not those that adapters are added to.
     """
-    if not config.checkpoint.initial_load:
-        reason = ""
-        if config.lora.rank > 0:
-            reason = f"lora.rank = {config.lora.rank}: adapters are added to a trained model"
-        elif config.has_frozen_copy:
-            reason = f"dpo.beta = {config.dpo.beta:g}: answers are compared with a trained model's"
-        if reason:
-            raise ConfigError(f"{reason}; expected its path in checkpoint.initial_load")
-        return
-    states = []
-    if config.lora.rank > 0:
-        states.append(ModelState(model_parts, is_frozen))
-    elif not resumed:
-        states.append(ModelState(model_parts))
-    if frozen_copy:
-        states.append(ModelState(frozen_copy))
-    if states:
+    adapted = config.lora.rank > 0
+    if adapted and not config.checkpoint.initial_load:
+        raise ConfigError(
+            f"lora.rank = {config.lora.rank}: adapters are added to a trained model; expected its "
+            "path in checkpoint.initial_load"
+        )
+    if config.checkpoint.initial_load and (adapted or not resumed):
         from titanlite.tools.formats.load_weights import load_weights  # other formats
 
-        for state in states:
-            load_weights(config.checkpoint, state, llama, tokenizer)
+        state = ModelState(model_parts, is_frozen if adapted else every_name)
+        load_weights(config.checkpoint, state, llama, tokenizer)
 
 
 def compare_with_plan(

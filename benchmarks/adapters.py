@@ -1,5 +1,5 @@
-"""The cost of dropout on adapters, and of pairs of answers (DPO): CPU seconds of a step with it,
-divided by those of a step without.
+"""The cost of dropout on adapters: CPU seconds of a step with it, divided by those of a step
+without.
 
     python benchmarks/adapters.py [--rounds 6]
 
@@ -20,18 +20,8 @@ from contestants import Titanlite, make_batch
 from throughput import CASES
 
 UNCOUNTED = 2
-PAIRS = "--dpo.beta=0.1"
-DOCUMENTS = CASES["debug, documents"]
-ADAPTERS = CASES["debug, adapters"]
 # What is added -> the arguments with it and without
-COSTS = {
-    "dropout 0.05 on adapters": (CASES["debug, dropout"], ADAPTERS),
-    "pairs of answers, with adapters": (
-        [*ADAPTERS, "--data.document_mask", PAIRS],
-        [*ADAPTERS, "--data.document_mask"],
-    ),
-    "pairs of answers, beside a frozen copy": ([*DOCUMENTS, PAIRS], DOCUMENTS),
-}
+COSTS = {"dropout 0.05 on adapters": (CASES["debug, dropout"], CASES["debug, adapters"])}
 
 
 def seconds(subject: Titanlite) -> float:
@@ -72,7 +62,7 @@ def main() -> None:
         results[name] = ratios
         median = statistics.median(ratios)
         body.append(f"| {name} | {median:.2f} | {min(ratios):.2f} | {max(ratios):.2f} |")
-    report.write("adapters", "The cost of dropout and of pairs", body, results)
+    report.write("adapters", "The cost of dropout on adapters", body, results)
 
 
 if __name__ == "__main__":

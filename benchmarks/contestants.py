@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from titanlite.config import schema as config_module
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config
-from titanlite.data.stream import Batch, dropout_keys
+from titanlite.data.stream import Batch, count_targets, dropout_keys
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.distributed import process_group
 from titanlite.distributed.mesh import Mesh
@@ -43,7 +43,7 @@ from titanlite.optim.schedule import Schedule
 from titanlite.optim.stability import Guard
 from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.parallelize import build_model_parts
-from titanlite.parallel.preferences import build_frozen_copy, build_stages
+from titanlite.parallel.stages import Stages
 from titanlite.rules.check import check_layout
 from titanlite.rules.compiled import reason_not_compiled
 from titanlite.runtime import phases
@@ -98,8 +98,7 @@ class Titanlite:
         with torch.device("meta"):
             model = Llama(self.llama, self.config.training.seq_len)
         self.parts = build_model_parts(model, self.config, mesh, self.device, compiled)
-        copy = build_frozen_copy(self.llama, self.config, mesh, self.device, compiled)
-        self.stages = build_stages(self.parts, self.config, mesh, self.device, compiled, copy)
+        self.stages = Stages(self.parts, self.config, mesh, self.device, compiled)
         self.optimizer = build_optimizer(self.parts, self.config.optimizer)
         self.schedule = Schedule(
             self.optimizer, constant, self.config.optimizer.lr, self.config.training.steps
@@ -131,7 +130,7 @@ class Titanlite:
             samples = range(self.steps * len(tokens), (self.steps + 1) * len(tokens))
             keys = dropout_keys(self.config.run.seed, samples, tokens.shape[1])
             batch = batch._replace(dropout_keys=keys.to(tokens.device))
-        num_targets = self.stages.count_targets([batch])
+        num_targets = count_targets([batch])
         if tokens.device.type != self.device.type:
             num_targets = to_device(num_targets, self.device)
             (batch,) = prefetch([batch], self.device)

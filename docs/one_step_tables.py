@@ -122,12 +122,6 @@ WAITS = [
         "steps of `metrics.activations_freq`",
     ),
     Wait(
-        "titanlite/parallel/preferences.py",
-        "pairs, ahead, margins = self.mesh.sum_losses(sums).tolist()",
-        "for the device: how many chosen answers were ahead",
-        "logged steps, with pairs of answers",
-    ),
-    Wait(
         "titanlite/observe/metrics.py",
         "torch.accelerator.synchronize(self.device)",
         "for the device, so that validation and saving do not count as training time",

@@ -53,14 +53,12 @@ from titanlite.config.schema import CheckpointConfig, Config, RunConfig
 from titanlite.config.to_toml import to_toml
 from titanlite.data.prepared import PreparedData
 from titanlite.data.prepared_manifest import read_manifest as read_prepared
-from titanlite.data.questions import read_questions
 from titanlite.data.verification import RECORD, unverified
 from titanlite.data.verification import verify as verify_data
 from titanlite.distributed.agreement import read_message
 from titanlite.distributed.hang_diagnosis import Heartbeat, diagnose, read_heartbeat
 from titanlite.model.flavors import LlamaConfig, RopeScaling, resolve_flavor
 from titanlite.observe.metrics_file import RowReader, truncate_after
-from titanlite.probes.scores import encode_prompt, exact_match, f1
 from titanlite.rules.check import check_layout
 from titanlite.runtime.errors import ConfigError
 from titanlite.sinks.metric_names import scalars
@@ -571,17 +569,6 @@ def _read_prompts(name: str, folder: Path, data: bytes) -> None:
     write_texts(folder / "texts.jsonl", rows, dict.fromkeys(range(len(rows)), TEXT))
 
 
-def _read_questions(folder: Path, data: bytes) -> None:
-    """As a run does."""
-    (folder / "questions.jsonl").write_bytes(data)
-    tokenizer = Tokenizer("", RANKS)
-    for question in read_questions(folder / "questions.jsonl"):
-        encode_prompt(question.prompt, tokenizer)
-        assert 0 <= f1(TEXT, question.answers) <= 1
-        assert exact_match(question.answers[-1], question.answers) == 1
-        json.dumps(question)
-
-
 def _lines(objects: list[dict[str, Any]]) -> bytes:
     return b"".join(json.dumps(entry).encode() + b"\n" for entry in objects)
 
@@ -671,7 +658,6 @@ HAPPENED = [
     for i, name in enumerate(("start", "save", "end"))
 ]
 PROMPTS = [{"id": i, "prompt": f"def f_{i}(", "tags": ["\u00e9", None]} for i in range(4)]
-QUESTIONS = [{"prompt": f"{i} +", "answer": ["a", f"the {i}"]} for i in range(4)]
 DRAWN = [{"step": i, "prompt": "def", "text": f" f({i})"} for i in range(3)]
 EVALUATED = [
     {"step": i, "weights": w, "evaluate/a/acc": 0.5, "evaluate/a/acc_stderr": 0.1}
@@ -864,7 +850,6 @@ READERS = {
         _write("prompts.txt", b"def\n\nclass A:\r\n"),
         functools.partial(_read_prompts, "prompts.txt"),
     ),
-    "questions": Reader("text", _write("questions.jsonl", _lines(QUESTIONS)), _read_questions),
     PROVEN: Reader("bytes", _write(PROVEN, PROOF), _read_proven),
     DIVERGED: Reader("text", _write(DIVERGED, ROLLED_BACK, b"{}"), _read_record),
     "heartbeat": Reader("text", _write("", *HEARTBEATS), _read_beat),

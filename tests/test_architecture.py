@@ -249,7 +249,6 @@ SETS_ATTRIBUTES = {
         "layer.lora_first",
         "layer.lora_salt",
         "layer.lora_scale",
-        "layer.lora_used",
         "adapter.dropout_keys",
         "block.forward",
     },

@@ -25,7 +25,7 @@ from titanlite.model.llama import Llama
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.context_parallel import local_positions
 from titanlite.parallel.parallelize import assign_shard, split_and_parallelize
-from titanlite.parallel.preferences import build_stages
+from titanlite.parallel.stages import Stages
 from titanlite.rules.check import check_layout
 from titanlite.tools.plan.recorder import Call, Recorder
 from titanlite.tools.plan.trace import count_step, take_step
@@ -205,7 +205,7 @@ def calls_of_fsdp(options: list[str]) -> list[tuple[str, str]]:
     them; the names are the labels of a trace. The unit of the model itself is empty.
     """
     config, part, mesh = build(options)
-    stages = build_stages([part], config, mesh, CPU)
+    stages = Stages([part], config, mesh, CPU)
     optimizer = build_optimizer([part], config.optimizer, config.parallel.optimizer_offload)
     take_step(config, stages, optimizer, CPU)
     activities = [torch.profiler.ProfilerActivity.CPU]

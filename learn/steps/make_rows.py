@@ -52,7 +52,7 @@ def make_rows(folder: Path) -> str:
     config = load_config([str(HERE / "steps.toml"), *files])
     tokenizer = Tokenizer(config.data.tokenizer)
     prepared = [prepare(part, tokenizer) for part in config.data.parts()]
-    data = load_sources(config, prepared, tokenizer)
+    data = load_sources(config.data, prepared, tokenizer)
     samples = build_samples(data, config.data, config.training, config.run.seed)
     lines = []
     for sample in range(config.training.steps * config.training.global_batch_size):

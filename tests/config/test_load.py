@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from messages import assert_mentions
+from messages import assert_mentions, refused
 
 from titanlite.config.keys import all_keys
 from titanlite.config.load import flavors, load_config
@@ -279,16 +279,26 @@ def test_harmful_files_are_one_printable_line(tmp_path, text):
     assert len(str(caught.value)) < 1000
 
 
-def test_a_key_that_was_removed_is_accepted_where_it_did_nothing(tmp_path):
+@pytest.mark.parametrize(
+    ("key", "off", "used", "reason"),
+    [
+        ("checkpoint.trust_pickle", "false", "true", "pickles"),
+        ("dpo.beta", "0.0", "0.1", "TRL"),
+        ("validation.questions", '""', '"q.jsonl"', "titanlite evaluate"),
+        ("validation.answer_tokens", "32", "8", "titanlite evaluate"),
+    ],
+)
+def test_a_key_that_was_removed_is_accepted_where_it_did_nothing(key, off, used, reason, tmp_path):
     """In the config.toml of older runs."""
+    section, name = key.split(".")
     path = tmp_path / "old.toml"
-    path.write_text("[checkpoint]\ntrust_pickle = false\n")
+    path.write_text(f"[{section}]\n{name} = {off}\n")
     load_config([str(path)])
-    path.write_text("[checkpoint]\ntrust_pickle = true\n")
-    with pytest.raises(
-        ConfigError, match=r"old\.toml:2: unknown key checkpoint\.trust_pickle; removed: pickles"
-    ):
+    path.write_text(f"[{section}]\n{name} = {used}\n")
+    with refused(f"old.toml:2: unknown key {key}; removed:", reason):
         load_config([str(path)])
+    with refused(f"unknown key {key}; removed:", reason):
+        load_config([f"--{key}={used.strip(chr(34))}"])
 
 
 @pytest.mark.slow

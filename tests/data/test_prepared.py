@@ -53,7 +53,7 @@ paths = sys.argv[1:]
 for section in (DataConfig(path=paths[0]), DataConfig(sources=tuple(map(SourceConfig, paths)))):
     folders = prepared_folders(section, Tokenizer())
     assert [str(folder) for folder in folders] == paths[: len(folders)]
-    data = load_sources(Config(data=section), folders, Tokenizer())
+    data = load_sources(section, folders, Tokenizer())
     assert all(len(part.tokens("train")) for part in data)
 """
 
@@ -100,4 +100,11 @@ def test_data_of_another_tokenizer_is_refused(folder):
     manifest = folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace(Tokenizer().sha256, "0" * 64))
     with refused(str(folder), "00000000", Tokenizer().sha256[:8], "data.tokenizer"):
+        PreparedData(folder, Tokenizer())
+
+
+def test_pairs_of_answers_of_an_earlier_version_are_refused(folder):
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"pairs": True}))
+    with refused(str(folder), "pairs of answers", "TRL"):
         PreparedData(folder, Tokenizer())

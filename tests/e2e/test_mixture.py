@@ -144,7 +144,7 @@ def test_changed_sources_are_named_and_later_phases_may_change(pool, mixed, tmp_
         path.write_text(changed)
         config = load_config([*run, *more])
         folders = train.prepared_folders(config.data, Tokenizer())
-        data = load_sources(config, folders, Tokenizer())
+        data = load_sources(config.data, folders, Tokenizer())
         files = {"model.json": (step / "model.json").read_bytes(), "data.json": description(data)}
         require_compatible(step, of, dataclasses.asdict(config), files, config.checkpoint)
 

@@ -12,7 +12,6 @@ from messages import refused
 from runs import rows, train_run
 
 from titanlite.config.schema import ValidationConfig
-from titanlite.data import stream as data_stream
 from titanlite.data.stream import Batch
 from titanlite.observe import validation
 from titanlite.observe.validation import Sums, Validator
@@ -64,14 +63,12 @@ def test_the_first_forward_is_timed_for_the_eta(monkeypatch):
         torch.ones(1, dtype=torch.int64),
     )
 
-    def validation_loss(batch: Batch) -> torch.Tensor:
+    def evaluate(batch: Batch) -> torch.Tensor:
         time.sleep(next(seconds))
         return torch.zeros(())
 
     validator.stages = SimpleNamespace(
-        validation_loss=validation_loss,
-        validation_columns=dict,
-        count_targets=data_stream.count_targets,
+        evaluate=evaluate,
     )
     first: list[float] = []
     validator.metrics = SimpleNamespace(

@@ -37,10 +37,6 @@ def test_what_does_not_fit_float16_is_refused(option, words):
     refuse(["training.compute_dtype=float16", option], *words)
 
 
-def test_pairs_need_documents():
-    refuse(["dpo.beta=0.1"], "dpo.beta = 0.1", "data.document_mask = false")
-
-
 def test_ring_attention_and_dropout_are_refused():
     ring = ["--parallel.cp=2", "--parallel.cp_method=ring", "--run.device=cuda"]
     config = load_config(["debug", *ring, "--lora.rank=2", "--lora.dropout=0.1"])

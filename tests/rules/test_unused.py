@@ -75,13 +75,6 @@ def test_keys_of_stability_without_effect_are_reported():
     ]
 
 
-def test_questions_have_an_effect_without_validation():
-    asked = config("validation.freq=0", "validation.questions=a", "validation.answer_tokens=3")
-    assert unused_settings(asked, dict.fromkeys(AXES, 1)) == []
-    (note,) = unused_settings(config("validation.answer_end=x"), dict.fromkeys(AXES, 1))
-    assert_mentions(note, "validation.answer_end = x", "validation.questions is empty")
-
-
 def test_prompts_have_an_effect_without_validation():
     """They are also continued at the end of the run."""
     prompts = config("validation.freq=0", "validation.prompts=a", "validation.prompt_tokens=3")

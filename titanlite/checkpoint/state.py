@@ -84,8 +84,9 @@ class ModelState(Stateful):
 
 
 class FrozenWeights(Stateful):
-    """The fingerprint of weights that a run uses and no checkpoint holds: those that adapters are
-    added to, or that DPO compares with. It has no state in other runs.
+    """The fingerprint of the weights that adapters are added to, which no checkpoint holds.
+
+    It has no state in other runs.
     """
 
     def __init__(self, path: str, fingerprint: str) -> None:
@@ -102,8 +103,7 @@ class FrozenWeights(Stateful):
         if bytes(state["fingerprint"].tolist()) != self.fingerprint:
             raise ConfigError(
                 f"checkpoint.initial_load = {self.path!r}: are not the weights that this run began "
-                "with, which its adapters are added to or its pairs are compared with; expected "
-                "those"
+                "with, which its adapters are added to; expected those"
             )
 
 

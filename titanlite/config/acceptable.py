@@ -31,7 +31,6 @@ ACCEPTABLE = (
     "lora.alpha",
     "lora.rslora",
     "lora.dropout",
-    "dpo.beta",
 )
 
 

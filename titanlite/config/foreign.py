@@ -147,7 +147,6 @@ KEYS = {
     "lora.alpha": "lora_alpha",
     "lora.dropout": "lora_dropout",
     "lora.targets": "lora_target_modules target_modules",
-    "dpo.beta": "dpo_beta",
     "profiling.enabled": "enable_profiling profile",
     "profiling.freq": "profile_freq",
     "torchrun's arguments, or NGPU": "num_processes nproc_per_node num_gpus",

@@ -40,20 +40,23 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# Keys that are accepted where they did nothing, so that the config.toml of older runs can be read
-REMOVED = {"checkpoint.trust_pickle": "pickles in checkpoints run no code"}
+# Keys that are gone: the reason, and the values with which they did nothing. With these they are
+# accepted, so that the config.toml of older runs can be read
+PREFERENCES = "preferences are trained with TRL, which loads what `titanlite convert` writes"
+SCORES = "`titanlite evaluate` scores answers after the run"
+REMOVED: dict[str, tuple[str, tuple[object, ...]]] = {
+    "checkpoint.trust_pickle": ("pickles in checkpoints run no code", (False, "false")),
+    "dpo.beta": (PREFERENCES, (0, "0", "0.0")),
+    "validation.questions": (SCORES, ("",)),
+    "validation.answer_tokens": (SCORES, (32, "32")),
+    "validation.answer_end": (SCORES, ("",)),
+}
 # Keys that have become others: `replace_aliases`
 ALIASES = {
     "run.sample_prompt": "validation.prompts",
     "run.sample_tokens": "validation.prompt_tokens",
 }
-FILE_KEYS = (
-    "data.path",
-    "data.tokenizer",
-    "data.cache",
-    "checkpoint.initial_load",
-    "validation.questions",
-)
+FILE_KEYS = ("data.path", "data.tokenizer", "data.cache", "checkpoint.initial_load")
 # Keys that exclude each other. The value of a base file is dropped if a later file or the command
 # line sets another one
 ALTERNATIVES = (
@@ -207,10 +210,11 @@ def read_files(path: Path, problems: list[str], derived: tuple[Path, ...] = ()) 
         message = f"base = {base!r}: expected the path of a TOML file{hint}"
         mistakes.append(Mistake("", "base", message))
     for section, entries in table.items():
-        if section not in sections() and isinstance(entries, dict):
+        known = section in sections() or any(name.startswith(f"{section}.") for name in REMOVED)
+        if not known and isinstance(entries, dict):
             mistakes.append(Mistake(section, "", unknown_section(section)))
-        elif section not in sections():
-            message = unknown_key(section, all_keys(), REMOVED)
+        elif not known:
+            message = unknown_key(section, all_keys())
             mistakes.append(Mistake("", section, message))
         elif not isinstance(entries, dict):
             message = f"{section} is a section: write [{section}]"
@@ -258,10 +262,13 @@ def set_value(name: str, value: object, layer: Layer) -> list[Mistake]:
     """Stores a value in a layer, in the type of its key. Returns what is wrong with it."""
     section, _, entry = name.partition(".")
     key = find_key(name)
-    if name in REMOVED and value in (False, "false"):
-        return []
+    if name in REMOVED:
+        reason, without_effect = REMOVED[name]
+        if value in without_effect:
+            return []
+        return [Mistake(section, entry, f"unknown key {name}; removed: {reason}")]
     if key is None:
-        return [Mistake(section, entry, unknown_key(name, all_keys(), REMOVED))]
+        return [Mistake(section, entry, unknown_key(name, all_keys()))]
     if key.is_list_of_strings or (key.kind is list and isinstance(value, list)):
         layer.values[name], mistakes = read_list(value, key)
         return mistakes

@@ -100,10 +100,8 @@ def unknown_section(name: str) -> str:
     return f"unknown section [{name}]{hint}"
 
 
-def unknown_key(name: str, keys: list[str], removed: dict[str, str]) -> str:
+def unknown_key(name: str, keys: list[str]) -> str:
     """The message for a key that is not one of `keys`, with the one that was probably meant."""
-    if name in removed:
-        return f"unknown key {name}; removed: {removed[name]}"
     here = foreign_key(name)
     if here and name not in sections():
         return f"unknown key {name}; here that is {here}"

@@ -588,18 +588,6 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
-class DpoConfig:
-    """Learning which of two answers is preferred (docs/finetune.md)."""
-
-    beta: float = key(
-        0.0,
-        "direct preference optimization with this weight of the reference, which is the model "
-        "without its adapters, or a frozen copy; as 0.1; 0: off",
-        min=0,
-    )
-
-
-@dataclass(frozen=True)
 class EmaConfig:
     """Exponential moving average of the weights, beside them."""
 
@@ -695,7 +683,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Validation loss, on text that is not used for training, samples of text, and answers."""
+    """Validation loss, on text that is not used for training, and samples of text."""
 
     freq: int = key(
         0, "validate every this many steps, before the first and after the last; 0: never", min=0
@@ -714,14 +702,6 @@ class ValidationConfig:
     prompt_tokens: int = key(64, "tokens to continue each prompt by", min=1, max=8192)
     prompt_temperature: float = key(
         0.7, "of sampling, from the 50 most likely tokens; 0: always the likeliest", min=0
-    )
-    questions: str = key(
-        "", "JSON lines with prompt and answer, to be scored at each validation; empty: none"
-    )
-    answer_tokens: int = key(32, "tokens of the longest answer to a question", min=1, max=8192)
-    answer_end: str = key(
-        "",
-        "text that ends an answer, such as a line break; empty: only special tokens do",
     )
 
 
@@ -820,7 +800,6 @@ class Config:
     compile: CompileConfig = CompileConfig()
     float8: Float8Config = Float8Config()
     lora: LoraConfig = LoraConfig()
-    dpo: DpoConfig = DpoConfig()
     ema: EmaConfig = EmaConfig()
     loss: LossConfig = LossConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -829,20 +808,6 @@ class Config:
     profiling: ProfilingConfig = ProfilingConfig()
     comm: CommConfig = CommConfig()
     debug: DebugConfig = DebugConfig()
-
-    @property
-    def has_frozen_copy(self) -> bool:
-        """Whether the reference of DPO is a second model. With adapters it is the one that they
-        are added to.
-        """
-        return self.dpo.beta > 0 and self.lora.rank == 0
-
-    @property
-    def needs_initial_weights(self) -> bool:
-        """Whether a run that resumes reads `checkpoint.initial_load` too: its checkpoint has
-        neither the weights that adapters are added to, nor the reference of DPO.
-        """
-        return self.dpo.beta > 0 or self.lora.rank > 0
 
 
 def portable(config: Config) -> str:
@@ -854,8 +819,7 @@ def portable(config: Config) -> str:
         config.data, path="", pattern="", field="", tokenizer="", cache="", sources=sources
     )
     run = dataclasses.replace(config.run, folder="")
-    validation = dataclasses.replace(config.validation, questions="")
-    return repr(dataclasses.replace(config, data=data, run=run, validation=validation))
+    return repr(dataclasses.replace(config, data=data, run=run))
 
 
 @functools.cache

@@ -105,50 +105,6 @@ class PackedRows:
         return list(zip(self.starts[part].tolist(), self.lengths[part].tolist(), strict=True))
 
 
-class PairRows(PackedRows):
-    """The rows of pairs of answers, each two documents (`pairs.py`).
-
-    Pairs are whole; those that are longer than a row are left out.
-    """
-
-    def __init__(self, tokens: Tokens, seq_len: int, description: str) -> None:
-        """`description`: of the text, for messages.
-
-        Logs the shares of padding and of pairs that are left out. Raises ConfigError if none is
-        left.
-        """
-        self.tokens = tokens
-        self.seq_len = seq_len
-        self.masked = tokens.targets(0, 1) is not None
-        self.num_windows = 0
-        starts = tokens.document_starts(0, len(tokens))[::2]
-        if not len(starts):
-            raise ConfigError(f"the {description} has no pairs; expected more, or other data")
-        lengths = np.diff(starts, append=len(tokens))
-        fits = lengths <= seq_len + 1
-        if not fits.any():
-            raise ConfigError(
-                f"training.seq_len = {seq_len}: the {description} has no pair of answers that fits "
-                f"into a row; the shortest has {lengths.min()} tokens"
-            )
-        self._pack(starts[fits], lengths[fits])
-        padding = 1 - int(lengths[fits].sum()) / (self.count * (seq_len + 1))
-        logger.info(
-            f"{description}: {len(starts):,} pairs in {self.count:,} rows of {seq_len} tokens; "
-            f"{100 * padding:.2f}% of the positions are padding, {int((~fits).sum()):,} pairs are "
-            "longer than a row and left out"
-        )
-
-    def _pieces(self, index: int) -> list[tuple[int, int]]:
-        """(first token in the text, number of tokens) of both answers of each pair of a row."""
-        pieces: list[tuple[int, int]] = []
-        for start, length in super()._pieces(index):
-            (rejected,) = self.tokens.document_starts(start + 1, start + length).tolist()
-            pieces.append((start, rejected - start))
-            pieces.append((rejected, start + length - rejected))
-        return pieces
-
-
 class _Rooms:
     """Rows with room left, by how much room they have."""
 

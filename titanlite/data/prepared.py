@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.schema import Config, DataConfig
+from titanlite.config.schema import DataConfig
 from titanlite.data.shards import Tokens
 from titanlite.data.verification import verify_changed
 from titanlite.runtime.errors import ConfigError
@@ -62,27 +62,17 @@ def refuse_text_settings(section: DataConfig) -> None:
             )
 
 
-def load_sources(config: Config, folders: list[Path], tokenizer: Tokenizer) -> list[PreparedData]:
+def load_sources(
+    section: DataConfig, folders: list[Path], tokenizer: Tokenizer
+) -> list[PreparedData]:
     """The data of each source, with its name and weight, in these folders.
 
-    Raises what `PreparedData` does, and ConfigError for pairs of answers without `dpo.beta` or the
-    reverse.
+    Raises what `PreparedData` does.
     """
-    data = []
-    for folder, source in zip(folders, config.data.all_sources(), strict=True):
-        part = PreparedData(folder, tokenizer, source.name, source.weight)
-        if part.pairs and config.dpo.beta == 0:
-            raise ConfigError(
-                f"{folder}: pairs of answers, and dpo.beta = 0; expected dpo.beta above 0, as 0.1, "
-                "or other data"
-            )
-        if config.dpo.beta > 0 and not part.pairs:
-            raise ConfigError(
-                f"{folder}: no pairs of answers, and dpo.beta = {config.dpo.beta:g}; expected data "
-                "from titanlite prepare --chat --pairs, or dpo.beta = 0"
-            )
-        data.append(part)
-    return data
+    return [
+        PreparedData(folder, tokenizer, source.name, source.weight)
+        for folder, source in zip(folders, section.all_sources(), strict=True)
+    ]
 
 
 class PreparedData:
@@ -95,7 +85,9 @@ class PreparedData:
     def __init__(
         self, folder: Path, tokenizer: Tokenizer, name: str = "", weight: float = 1.0
     ) -> None:
-        """`name`: "" is the manifest's. Raises ConfigError if it names another tokenizer."""
+        """`name`: "" is the manifest's. Raises ConfigError if it names another tokenizer, or if the
+        folder has pairs of answers.
+        """
         self.folder = folder
         self.tokenizer = tokenizer
         self.weight = weight
@@ -109,7 +101,11 @@ class PreparedData:
             )
         self.name: str = name or self.manifest["name"]
         self.fingerprint: str = self.manifest["fingerprint"]
-        self.pairs: bool = self.manifest.get("pairs", False)  # two documents each (`pairs.py`)
+        if self.manifest.get("pairs", False):
+            raise ConfigError(
+                f"{folder}: pairs of answers, prepared by an earlier version for preference "
+                "training, which TRL does; expected text or conversations"
+            )
 
     def tokens(self, split: str) -> Tokens:
         """The tokens of `train` or `validation`."""

@@ -25,7 +25,7 @@ from titanlite.config.batch_sizes import samples_after
 from titanlite.config.schema import DataConfig, TrainingConfig
 from titanlite.data.excluded import Range, merge_ranges, sample_number
 from titanlite.data.mixture import Mixture, build_mixture
-from titanlite.data.packing import PackedRows, PairRows
+from titanlite.data.packing import PackedRows
 from titanlite.data.prepared import PreparedData
 from titanlite.data.shards import Array, Tokens
 from titanlite.runtime.errors import ConfigError
@@ -257,9 +257,7 @@ def build_samples(
     for part in data:
         tokens = part.tokens("train")
         description = f"training text of {part.name}"
-        if part.pairs:
-            rows[part.name] = PairRows(tokens, training.seq_len, description)
-        elif section.packing == "best_fit":
+        if section.packing == "best_fit":
             rows[part.name] = PackedRows(tokens, training.seq_len, description)
         else:
             rows[part.name] = Windows(tokens, training.seq_len, description)

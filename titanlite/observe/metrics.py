@@ -92,7 +92,6 @@ class Metrics:
         """
         self.config = config.metrics
         self.num_steps = config.training.steps
-        self.is_of_tokens = config.dpo.beta == 0  # the loss; else of pairs of answers
         self.seq_len = config.training.seq_len
         self.flops_per_token = flops_per_token(llama, self.seq_len, config.lora)
         self.peak_tflops = peak_tflops(device_name(device))
@@ -178,7 +177,7 @@ class Metrics:
             "data_wait_percent": 100 * waited / seconds,
             "samples": stream.samples,
             "samples_per_second": tokens / seconds / self.seq_len,
-            "perplexity": perplexity(loss_value) if self.is_of_tokens else None,
+            "perplexity": perplexity(loss_value),
         }
         for name, passes in epochs.items():
             row[f"epochs/{name}"] = passes

@@ -3,9 +3,9 @@
 What it is: the loss summed over all ranks, divided by the number of targets of all ranks, so each
 token counts once in any division into batches. Bits per byte is the same sum in bits, per byte of
 text, comparable across tokenizers. Only a text that is shorter than a sequence is packed here, so
-these losses do not depend on `data.packing`; on `data.document_mask` they do. Of pairs of answers
-it is the loss per pair (`parallel/preferences.py`). With several sources, the mean of their losses,
-weighted by `data.sources` as training is, decides which checkpoints `checkpoint.keep_best` keeps.
+these losses do not depend on `data.packing`; on `data.document_mask` they do. With several sources,
+the mean of their losses, weighted by `data.sources` as training is, decides which checkpoints
+`checkpoint.keep_best` keeps.
 What it costs: a third of a training step per token.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.schema import ValidationConfig
-from titanlite.data.packing import PackedRows, PairRows
+from titanlite.data.packing import PackedRows
 from titanlite.data.prepared import PreparedData
 from titanlite.data.stream import (
     IGNORED,
@@ -48,11 +48,7 @@ class Sums(NamedTuple):
 class Evaluates(Protocol):
     """What it calls of the `Stages`."""
 
-    def count_targets(self, batches: list[Batch]) -> Tensor: ...
-
-    def validation_loss(self, batch: Batch) -> Tensor: ...
-
-    def validation_columns(self) -> dict[str, float]: ...
+    def evaluate(self, batch: Batch) -> Tensor: ...
 
 
 class Validator:
@@ -83,8 +79,8 @@ class Validator:
             for source in data:
                 text = f"validation text of {source.name}"
                 tokens = source.tokens("validation")
-                rows_of = PairRows if source.pairs else validation_rows
-                self.windows[source.name] = rows_of(tokens, stream.training.seq_len, text)
+                windows = validation_rows(tokens, stream.training.seq_len, text)
+                self.windows[source.name] = windows
 
     def due(self, finished: bool) -> bool:
         """Whether to validate after the current step; `finished`: it is the run's last one."""
@@ -112,13 +108,11 @@ class Validator:
                     "sequences; expected more validation.samples, or another validation text"
                 )
             losses[name] = sums.loss / sums.num_targets
-            results[name] = {"loss": losses[name]}
-            if isinstance(windows, PairRows):
-                results[name] |= self.stages.validation_columns()
-            else:
-                bits = sums.loss / math.log(2)
-                results[name]["bits_per_byte"] = bits / max(1, sums.num_bytes)
-                results[name]["perplexity"] = perplexity(losses[name])
+            results[name] = {
+                "loss": losses[name],
+                "bits_per_byte": sums.loss / math.log(2) / max(1, sums.num_bytes),
+                "perplexity": perplexity(losses[name]),
+            }
         for name, values in results.items():
             for key, value in values.items():
                 row[f"validation/{name}/{key}"] = value
@@ -148,7 +142,6 @@ class Validator:
 
     def sums(self, windows: Windows | PackedRows, requests: Requests) -> Sums | None:
         """The sums over a text; None if a signal has arrived on any rank."""
-        self.stages.validation_columns()  # nothing is left of an earlier pass
         device = self.metrics.device
         loss = torch.zeros((), dtype=sum_dtype(device), device=device)
         counts = torch.zeros(2, dtype=torch.int64)  # targets, and the bytes that they encode
@@ -156,12 +149,10 @@ class Validator:
             mark_phase(Phase.VALIDATE)
             if requests.agree_to_stop():
                 return None
-            num_bytes = self.token_bytes[batch.labels[batch.labels != IGNORED]].sum()
-            counts += torch.stack([self.stages.count_targets([batch]), num_bytes])
+            targets = batch.labels[batch.labels != IGNORED]
+            counts += torch.tensor([len(targets), int(self.token_bytes[targets].sum())])
             began = time.monotonic()
-            loss += self.stages.validation_loss(
-                batch.apply(lambda tensor: to_device(tensor, device))
-            )
+            loss += self.stages.evaluate(batch.apply(lambda tensor: to_device(tensor, device)))
             self.metrics.count_first_evaluation(time.monotonic() - began)
         num_targets, num_bytes = self.mesh.sum_counts(counts.to(device)).tolist()
         return Sums(float(self.mesh.sum_losses(loss)), num_targets, num_bytes)

@@ -28,10 +28,9 @@ otherwise share x. Evaluation has no dropout.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,7 +70,6 @@ class LoRALinear(nn.Linear):
     lora_a: nn.Linear  # (r, K)
     lora_b: nn.Linear  # (N, r)
     lora_scale: float
-    lora_used: bool  # False within `without_adapters`
     lora_dropout: float
     # Of the mask: a number from the adapter's name, and the number of x's first feature, which is
     # not 0 where a rank has a part of the features. A tensor, since blocks that differ in a Python
@@ -83,8 +81,6 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, K) -> (B, S, N)"""
-        if not self.lora_used:
-            return super().forward(x)
         return super().forward(x) + self.adapter(x)
 
     def adapter(self, x: Tensor) -> Tensor:
@@ -165,7 +161,6 @@ def add_adapter(layer: nn.Linear, config: LoraConfig, name: str) -> None:
     layer.lora_a = a
     layer.lora_b = b
     layer.lora_scale = config.scale
-    layer.lora_used = True
     layer.lora_dropout = config.dropout
     layer.lora_salt = torch.tensor(zlib.crc32(name.encode()), device="cpu")
     layer.lora_first = first
@@ -193,19 +188,6 @@ def _with_keys(
     for adapter in adapters:
         adapter.dropout_keys = dropout_keys
     return forward(*arguments)
-
-
-@contextlib.contextmanager
-def without_adapters(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Within it the model is the one that adapters were added to."""
-    layers = [layer for part in parts for layer in part.modules() if isinstance(layer, LoRALinear)]
-    for layer in layers:
-        layer.lora_used = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.lora_used = True
 
 
 def _cut(factor: Tensor, weight: DTensor, placement: Placement) -> nn.Parameter:

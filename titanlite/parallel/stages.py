@@ -1,10 +1,9 @@
 """Forward and backward through the parts of the model that this rank holds.
 
 What it is: the calls of the training loop, `forward_backward` for a local batch and
-`validation_loss` for a batch of validation. `PairStages` (`preferences.py`) has the same calls with
-another loss. Three things are chosen once, from the config: how a batch is sharded over
-cp, the loss (which depends on tp and `loss.num_chunks`), and whether the model runs as one part or
-as a pipeline of stages.
+`evaluate` for a batch of validation. Three things are chosen once, from the config: how a batch is
+sharded over cp, the loss (which depends on tp and `loss.num_chunks`), and whether the model runs as
+one part or as a pipeline of stages.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
 from titanlite.config.schema import Config
-from titanlite.data.stream import Batch, count_targets
+from titanlite.data.stream import Batch
 from titanlite.distributed.mesh import Mesh
 from titanlite.optim.chunked_loss import ChunkedLoss
 from titanlite.optim.loss import SummedLoss, cross_entropy_sum
@@ -168,22 +167,6 @@ class Stages:
         if last:
             self.sum_shared()
         return loss / scale
-
-    def count_targets(self, batches: list[Batch]) -> Tensor:
-        """The number of terms of the loss in these batches of this data-parallel rank: int64."""
-        return count_targets(batches)
-
-    def columns(self) -> dict[str, Any]:
-        """Columns of a logged step, beside the loss: none."""
-        return {}
-
-    def validation_loss(self, batch: Batch) -> Tensor:
-        """This rank's part of the summed loss of held-out data."""
-        return self.evaluate(batch)
-
-    def validation_columns(self) -> dict[str, float]:
-        """What `validation_loss` has found beside the loss since the last call: nothing."""
-        return {}
 
     def evaluate(self, batch: Batch) -> Tensor:
         """This rank's part of the summed loss of a batch, without dropout."""

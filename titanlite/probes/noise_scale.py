@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import MetricsConfig
-from titanlite.data.stream import Batch
+from titanlite.data.stream import Batch, count_targets
 from titanlite.data.to_device import to_device
 from titanlite.distributed.dtensor import sum_of_squares
 from titanlite.distributed.mesh import sum_dtype
@@ -83,7 +83,7 @@ class NoiseScale:
     def before_step(self, batches: list[Batch]) -> None:
         """Counts the targets of the small batch, before the forward, which may cut it."""
         if self._measures(len(batches)):
-            targets = to_device(self.stages.count_targets(batches[:1]), self.device)
+            targets = to_device(count_targets(batches[:1]), self.device)
             self._small_targets = self.stages.mesh.sum_counts(targets)
 
     def after_backward(self, i: int, num_batches: int, num_targets: Tensor) -> None:

@@ -37,7 +37,6 @@ RULES: tuple[Rule, ...] = (
     excludes.pipeline_reduction,
     divides.pipeline_microbatches,
     excludes.split_backward,
-    excludes.preferences,
     excludes.stability,
     divides.noise_scale,
     excludes.noise_scale,

@@ -74,16 +74,6 @@ def pipeline_reduction(
         )
 
 
-def preferences(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """A row has several answers."""
-    beta = config.dpo.beta
-    if beta > 0 and not config.data.document_mask:
-        yield (
-            f"dpo.beta = {beta:g} and data.document_mask = false: a row has several answers, which "
-            "must not see each other; expected data.document_mask = true"
-        )
-
-
 def split_backward(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
     """Schedules that compute a layer's two gradients in separate calls."""
     schedule = config.parallel.pp_schedule

@@ -71,9 +71,6 @@ def _techniques(config: Config, degrees: dict[str, int]) -> list[Technique]:
         ),
         row(config.float8.enabled, "float8.enabled = false", "float8", "skip scaling emulate"),
         row(config.lora.rank > 0, "lora.rank = 0", "lora", "alpha rslora dropout targets layers"),
-        row(config.dpo.beta == 0, "dpo.beta is set", "loss", "z_loss"),
-        row(config.dpo.beta == 0, "dpo.beta is set", "lora", "dropout"),
-        row(config.dpo.beta == 0, "dpo.beta is set", "compile", "loss"),
         row(shape == "wsd", "schedule.name is not wsd", "schedule", decay_keys),
         row(shape == "step", "schedule.name is not step", "schedule", "milestones"),
         row(shape != "constant", "schedule.name = constant", "schedule", "min_ratio"),
@@ -95,12 +92,6 @@ def _techniques(config: Config, degrees: dict[str, int]) -> list[Technique]:
             "validation.prompts is empty",
             "validation",
             "prompt_tokens prompt_temperature",
-        ),
-        row(
-            config.validation.questions != "",
-            "validation.questions is empty",
-            "validation",
-            "answer_tokens answer_end",
         ),
         row(
             servers,

@@ -306,28 +306,6 @@ def test_a_stage_may_have_no_block(split, without):
     assert numbers[without] < numbers[1 - without]
 
 
-def test_preferences_send_what_the_program_does():
-    """Traced: 16 backward and 48 forward messages, twice 8 microbatches; none of a frozen tie. Each
-    pass gathers the weights, and a frozen copy doubles what is stored.
-    """
-    adapters = ("--lora.rank=4", "--data.document_mask=true", "--dpo.beta=0.1")
-    batches = ("--training.local_batch_size=2", "--training.global_batch_size=32")
-    layout = ("--parallel.pp=2", "--parallel.dp_shard=2", "--parallel.pp_microbatch_size=1")
-    pairs = ("debug", *adapters, *batches, *layout)
-    calls = estimate(*model(*pairs), 4).ranks[0].collectives
-    counts = {(call.axis, call.kind): call.count for call in calls}
-    assert counts["pp", "send"] == 48
-    assert counts["pp", "recv"] == 16
-    gathers = estimate(*model("debug", *batches, *layout), 4).ranks[0].collectives
-    counts_of_one = {(call.axis, call.kind): call.count for call in gathers}
-    gather = ("dp_shard", "all_gather")
-    assert counts[gather] == 3 * counts_of_one[gather]
-
-    whole = (*pairs, "--lora.rank=0")
-    stored = [rank_of(4, *whole, f"--dpo.beta={beta}").memory.parameters for beta in (0, 0.1)]
-    assert stored[1] == 2 * stored[0]
-
-
 def test_a_layout_that_is_not_allowed_is_refused():
     with pytest.raises(ConfigError, match=r"parallel.tp = 3 does not divide"):
         rank_of(3, "debug", "--parallel.tp=3")

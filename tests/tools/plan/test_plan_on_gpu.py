@@ -13,7 +13,7 @@ from titanlite.model.llama import Llama
 from titanlite.observe.memory import peak_memory_gib
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.parallelize import build_model_parts
-from titanlite.parallel.preferences import build_stages
+from titanlite.parallel.stages import Stages
 from titanlite.rules.check import check_layout
 from titanlite.tools.plan.advice import GIB
 from titanlite.tools.plan.check import machine_of
@@ -43,7 +43,7 @@ def peak(config: Config, llama: LlamaConfig, degrees: dict[str, int], compiled: 
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
     parts = build_model_parts(model, config, mesh, device, compiled)
-    stages = build_stages(parts, config, mesh, device, compiled)
+    stages = Stages(parts, config, mesh, device, compiled)
     optimizer = build_optimizer(parts, config.optimizer)
     for _ in range(3):
         take_step(config, stages, optimizer, device)

@@ -65,7 +65,6 @@ SLOW = [
         *("pp=2", "dp_shard=2", "parallel.pp_schedule=Interleaved1F1B"),
         "parallel.reshard_after_forward=always",
     ],
-    ["dp_shard=2", "dpo.beta=0.1", "data.document_mask=true", "training.local_batch_size=8"],
 ]
 
 

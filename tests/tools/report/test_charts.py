@@ -69,16 +69,6 @@ def test_several_validation_sets_have_a_mean(tmp_path):
     assert labels == ["training", "validation, mean of all sets"] * 2
 
 
-def test_scores_of_answers_have_a_chart(tmp_path):
-    scores = {"validation/exact_match": 0.25, "validation/f1": 0.4}
-    run = read_run(write_run(tmp_path / "a", [{"step": 1, "loss": 4.0}, {"step": 1, **scores}]))
-    chart = by_title([run])["Answers to validation.questions"]
-    assert [(line["label"], line["y"]) for line in chart["series"]] == [
-        ("exact match", [0.25]),
-        ("F1", [0.4]),
-    ]
-
-
 def test_the_power_law_is_a_line_of_the_loss(tmp_path):
     run = read_run(write_run(tmp_path / "a"))
     first = charts([run], trends_of([run]))[0]

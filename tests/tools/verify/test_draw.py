@@ -32,7 +32,7 @@ def test_they_fit():
 
 
 def test_each_setting_is_there_where_it_has_an_effect():
-    layouts = [dict(parse_layout(text)) for text in drawn(300, 3)]
+    layouts = [dict(parse_layout(text)) for text in drawn(900, 3)]
     for key, values in CHOICES.items():
         full = key if "." in key else f"parallel.{key}"
         assert full in all_keys()

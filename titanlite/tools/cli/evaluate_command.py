@@ -198,12 +198,6 @@ def _prepared(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Prepare
     folders = broadcast(on_all_ranks(prepare_all, PATIENT))
     data = [PreparedData(Path(folder), tokenizer) for folder in folders]
     names = [part.name for part in data]
-    for part in data:
-        if part.pairs:
-            raise ConfigError(
-                f"--perplexity {part.folder}: pairs of answers, which are not a text; training "
-                "with dpo.beta evaluates its held-out pairs"
-            )
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ConfigError(

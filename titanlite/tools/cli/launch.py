@@ -19,7 +19,6 @@ from pathlib import Path
 
 from titanlite.config.load import load_config, program_folder
 from titanlite.config.schema import FROM_CHECKPOINT, Config
-from titanlite.data.questions import read_questions
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.rules.check import check_layout
 from titanlite.rules.degrees import resolve_degrees
@@ -112,9 +111,6 @@ def prepare_data(config: Config, world_size: int) -> list[Path]:
             texts.append(find_text(part))
     with collected(problems):
         require_installed(config.metrics.sinks)
-    with collected(problems):
-        if config.validation.questions:
-            read_questions(Path(config.validation.questions))
     with collected(problems):
         tokenizer = Tokenizer(config.data.tokenizer)
     with collected(problems):

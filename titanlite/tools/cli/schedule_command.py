@@ -68,7 +68,7 @@ def _with_steps(config: Config) -> Config:
 
     tokenizer = Tokenizer(config.data.tokenizer)
     folders = [prepare(part, tokenizer, _note) for part in config.data.parts()]
-    data = load_sources(config, folders, tokenizer)
+    data = load_sources(config.data, folders, tokenizer)
     samples = build_samples(data, config.data, config.training, config.run.seed)
     return epochs_in_steps(config, samples)
 

@@ -24,7 +24,6 @@ from titanlite.tools.verify.ladder import (
     compiler_of,
     ladder,
     make_case,
-    preferences,
     reason_not_fitting,
 )
 
@@ -50,7 +49,7 @@ def run(argv: list[str]) -> int:
     if options.layout:
         texts = options.layout
     elif options.lora:
-        texts = adapters(processes, compiler) + preferences(processes, compiler)
+        texts = adapters(processes, compiler)
     elif options.draw:
         texts = draw_layouts(
             options.draw, options.draw_seed, processes, rest, device, compiler, tokenizer.size
@@ -134,7 +133,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--lora",
         action="store_true",
-        help="only the layouts with low-rank adapters, DPO among them",
+        help="only the layouts with low-rank adapters",
     )
     parser.add_argument(
         "--draw",

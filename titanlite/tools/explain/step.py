@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config
-from titanlite.data.stream import Batch
+from titanlite.data.stream import Batch, count_targets
 from titanlite.distributed.agreement import bitwise_or
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import join_pretended_group, pretended_tensors
@@ -34,7 +34,6 @@ from titanlite.tools.plan.trace import (
     Program,
     build_parts,
     build_program,
-    copied_parts,
     local_zeros,
     watch,
 )
@@ -70,9 +69,8 @@ def record_real(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> 
     mesh = Mesh("cpu", degrees, config.comm.group_timeout_seconds)
     config = _eager(config)
     parts = build_parts(config, llama, mesh)
-    frozen_copy = copied_parts(config, llama, mesh)
     device = torch.device("cpu")
-    program = build_program(parts, frozen_copy, config, mesh, device, initialised=True)
+    program = build_program(parts, config, mesh, device, initialised=True)
     return record(config, llama, mesh, program, real=True)
 
 
@@ -84,9 +82,8 @@ def record_pretended(
     mesh = Mesh("cpu", degrees, config.comm.group_timeout_seconds)
     config = _eager(config)
     parts = build_parts(config, llama, mesh)
-    frozen_copy = copied_parts(config, llama, mesh)
     with pretended_tensors():
-        program = build_program(parts, frozen_copy, config, mesh, torch.device("cpu"))
+        program = build_program(parts, config, mesh, torch.device("cpu"))
         return record(config, llama, mesh, program, real=False)
 
 
@@ -157,7 +154,7 @@ def take_step(
             recorder.begins(phase, local_batch, times)
 
     begins("data")
-    num_targets = mesh.sum_counts(stages.count_targets(batches))
+    num_targets = mesh.sum_counts(count_targets(batches))
     loss = torch.zeros((), device=device)
     runs = list(enumerate(batches))
     times = 1

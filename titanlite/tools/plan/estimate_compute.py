@@ -3,8 +3,8 @@
 What it is: each linear layer has three products, (T, in) (in, out) in the forward and two of the
 same size in the backward, T being the tokens of a forward on this rank; recomputation repeats some
 of the first. What `memory_budget` repeats is the compiler's choice: between nothing and what `full`
-does, by 1 - budget, is an upper bound, since it repeats first what is cheap. DPO has two forwards
-more. The other operators are counted by the bytes that they read and write, one kernel each (eager
+does, by 1 - budget, is an upper bound, since it repeats first what is cheap. The other
+operators are counted by the bytes that they read and write, one kernel each (eager
 mode). Imports no torch. Letters: docs/parallelism.md.
 """
 
@@ -49,7 +49,6 @@ def _of_forward(layout: Layout, stage: Stage) -> Iterator[tuple[tuple[int, int, 
     microbatch.
     """
     tokens = layout.tokens
-    more = layout.more_forwards
     layers = REPEATED.get(layout.config.recompute.mode, ())
     blocks = [unit for unit in stage.units if unit.is_block]
     for number, unit in zip(stage.blocks, blocks, strict=True):
@@ -62,10 +61,7 @@ def _of_forward(layout: Layout, stage: Stage) -> Iterator[tuple[tuple[int, int, 
             layer = parameter.name.split(".")[3]
             dtype = _dtype(layout, parameter)
             columns, inner = parameter.shape
-            forwards = 1 + more
-            if more and parameter.is_adapter:  # the reference has none
-                forwards -= 1
-            yield (tokens, inner, columns, dtype), forwards + (again if layer in layers else 0)
+            yield (tokens, inner, columns, dtype), 1 + (again if layer in layers else 0)
             if needs_input or layer not in ("wq", "wk", "wv"):
                 yield (tokens, columns, inner, dtype), 1
             if parameter.trained:
@@ -76,7 +72,7 @@ def _of_forward(layout: Layout, stage: Stage) -> Iterator[tuple[tuple[int, int, 
         width = layout.llama.vocab_size // layout.tp
         dim = layout.llama.dim
         dtype = layout.compute_dtype
-        yield (rows, dim, width, dtype), chunks * (1 + more)
+        yield (rows, dim, width, dtype), chunks
         yield (rows, width, dim, dtype), chunks
         if layout.config.lora.rank == 0:
             yield (width, rows, dim, dtype), chunks
@@ -106,7 +102,7 @@ def attention_flops(layout: Layout, stages: list[Stage]) -> int:
     for stage in stages:
         for number in stage.blocks:
             again = _repeated(layout, number) if repeats else 0.0
-            times = 12 + 4 * (again + layout.more_forwards)
+            times = 12 + 4 * again
             total += times * (windows[number] or seq_len)
     queries = layout.tokens * layout.local_batches * layout.microbatches
     flops = round(total) * queries * llama.num_heads * llama.head_dim // layout.tp
@@ -132,16 +128,15 @@ def pointwise_bytes(layout: Layout, stages: list[Stage]) -> int:
     backward = 42 * dim + 18 * hidden + 20 * turned
     per_token = 0.0
     copied = 0
-    more = layout.more_forwards
     for stage in stages:
         again = sum(_repeated(layout, number) for number in stage.blocks)
-        per_token += len(stage.blocks) * ((1 + more) * forward + backward) + again * forward
-        if stage.has_output:  # a third of it in the forward
-            per_token += 50 * (1 + more / 3) * llama.vocab_size / tp
+        per_token += len(stage.blocks) * (forward + backward) + again * forward
+        if stage.has_output:
+            per_token += 50 * llama.vocab_size / tp
         if stage.has_embedding:
             per_token += 12 * llama.dim / tp
         for unit in stage.units:
-            times = 2 + more if unit.reshard else 1
+            times = 2 if unit.reshard else 1
             copied += 4 * unit.numel * times + 6 * unit.trained_numel
     forwards = layout.local_batches * layout.microbatches
     total = per_token * scale * layout.tokens * forwards

@@ -201,8 +201,6 @@ def states(layout: Layout, stages: list[Stage]) -> States:
     if config.ema.decay > 0:
         optimizer += 4 * trained
     parameters = stored * layout.param_bytes
-    if config.has_frozen_copy:
-        parameters *= 2
     gradients = trained * layout.param_bytes
     if config.parallel.cpu_offload:
         return States(stored, 0, 0, 0)

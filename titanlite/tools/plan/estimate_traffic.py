@@ -1,8 +1,7 @@
 """The collectives of a step by formula: kinds, counts and bytes along each axis.
 
 What it is: the formulas in the headers of `parallel/*.py`, with the ends of the model, the loss,
-accumulation, recomputation and the two more forwards of DPO. Left out: the scales of float8, the
-sums of a logged step, and those of DPO's answers.
+accumulation and recomputation. Left out: the scales of float8, and the sums of a logged step.
 Imports no torch. Letters: docs/parallelism.md.
 """
 
@@ -79,24 +78,19 @@ def _sharding(layout: Layout, unit: Unit) -> Iterator[Calls]:
     batches = layout.local_batches
     mode = layout.config.parallel.reshard_after_forward
     gathered = n * unit.part_numel(n) * layout.compute_bytes
-    more = layout.more_forwards
-    copies = int(layout.config.has_frozen_copy)  # whose forward is one of them
-    gathers = 1 + copies
-    if layout.pp > 1:
-        gathers = 1 + more  # an evaluation of a pipeline frees all units
+    gathers = 1
     if unit.reshard and layout.pp > 1:
         # A backward leaves the weights gathered, a forward frees them. So those that follow a
         # backward gather nothing, and all others do. In any order that begins with a forward and
         # ends with a backward, that is one gather more than there are forwards.
-        gathers = (1 + more) * layout.microbatches + 1
+        gathers = layout.microbatches + 1
     elif unit.reshard and mode.isdecimal():
-        again = 1 + more - copies
-        yield Calls("dp_shard_cp", "all_gather", int(mode), again * batches, gathered)
+        yield Calls("dp_shard_cp", "all_gather", int(mode), batches, gathered)
     elif unit.reshard:
-        gathers = 2 + more
+        gathers = 2
     gathers *= batches
-    if mode == "never" and layout.pp == 1:  # once per step, but the copy in each of its forwards
-        gathers = 1 + copies * batches
+    if mode == "never" and layout.pp == 1:  # once per step
+        gathers = 1
     yield Calls("dp_shard_cp", "all_gather", n, gathers, gathered)
     if unit.trained_numel == 0:
         return
@@ -132,11 +126,8 @@ def _tensor_parallel(layout: Layout, stage: Stage) -> Iterator[Calls]:
     ends = stage.has_embedding + stage.has_output
     # A frozen embedding has no gradient to gather; with adapters nor has the first block's input
     unneeded = stage.has_embedding and layout.config.lora.rank > 0
-    more = layout.more_forwards
     gathers = 4 * blocks + 2 * again + ends - unneeded
     reductions = 4 * blocks + again * is_full + ends - unneeded
-    gathers += more * (2 * blocks + stage.has_output)
-    reductions += more * (2 * blocks + stage.has_embedding)
     yield Calls("tp", "all_gather", tp, forwards * gathers, hidden)
     yield Calls("tp", "reduce_scatter", tp, forwards * reductions, hidden)
 
@@ -152,7 +143,7 @@ def _tensor_parallel(layout: Layout, stage: Stage) -> Iterator[Calls]:
                 yield Calls("tp", "all_reduce", tp, times, parameter.numel * number)
     if stage.has_output:  # the loss: the maximum, the sum, and the logit of the label
         chunks = layout.config.loss.num_chunks
-        sums = 3 * chunks * forwards * (1 + more)
+        sums = 3 * chunks * forwards
         yield Calls("tp", "all_reduce", tp, sums, 4 * layout.tokens / chunks)
         if layout.config.loss.z_loss:
             gathered = 4 * layout.tokens * tp / chunks
@@ -168,22 +159,21 @@ def _context_parallel(layout: Layout, stage: Stage) -> Iterator[Calls]:
     queries = number * layout.llama.q_dim
     calls = _forwards(layout) * len(stage.blocks)
     again = _forwards(layout) * recomputed_blocks(layout, stage)
-    more = calls * layout.more_forwards
     method = layout.config.parallel.cp_method
     if method == "all_gather":
-        yield Calls("cp", "all_gather", cp, calls + again + more, 2 * keys * cp)
+        yield Calls("cp", "all_gather", cp, calls + again, 2 * keys * cp)
         yield Calls("cp", "reduce_scatter", cp, calls, 2 * keys * cp)
         return
     if mode == "selective" and method == "ulysses":
         again = 0
     if method == "ulysses":
-        times = 2 * calls + again + more
+        times = 2 * calls + again
         yield Calls("cp", "all_to_all", cp, 2 * times, queries)
         yield Calls("cp", "all_to_all", cp, 2 * times, keys)
         return
     # Keys and values of all heads go around, backward with their gradients
     steps = cp - 1
-    yield Calls("cp", "send", cp, steps * (calls + again + more), 2 * queries)
+    yield Calls("cp", "send", cp, steps * (calls + again), 2 * queries)
     yield Calls("cp", "send", cp, steps * calls, 4 * queries)
 
 
@@ -194,15 +184,11 @@ def _messages(layout: Layout, stages: list[Stage], pp_rank: int) -> Iterator[Cal
     own = {stage.index for stage in stages}
     forwards = _forwards(layout)
     hidden = layout.compute_bytes * layout.tokens * layout.llama.dim / layout.tp
-    more = forwards * layout.more_forwards
     for stage in stages:
         for neighbour in (stage.index - 1, stage.index + 1):
             if 0 <= neighbour <= last and neighbour not in own:
-                is_next = neighbour > stage.index
-                sent = forwards + (more if is_next else 0)
-                received = forwards + (0 if is_next else more)
-                yield Calls("pp", "send", layout.pp, sent, hidden)
-                yield Calls("pp", "recv", layout.pp, received, hidden)
+                yield Calls("pp", "send", layout.pp, forwards, hidden)
+                yield Calls("pp", "recv", layout.pp, forwards, hidden)
     shares_embedding = layout.llama.tied_embeddings and parallel.pp_schedule not in V_SHAPED
     if shares_embedding and pp_rank in (0, layout.pp - 1):
         part = _tied_part(layout, stages)

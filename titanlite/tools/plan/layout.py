@@ -151,11 +151,6 @@ class Layout:
         return self.config.training.local_batch_size // self.sequences
 
     @property
-    def more_forwards(self) -> int:
-        """Without gradients: DPO computes log-probabilities of the model and of the reference."""
-        return 2 if self.config.dpo.beta > 0 else 0
-
-    @property
     def tokens(self) -> int:
         """Of one forward on this rank, after the division by cp."""
         return self.sequences * self.config.training.seq_len // self.cp

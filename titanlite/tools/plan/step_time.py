@@ -220,10 +220,7 @@ def _compute(
 def _host_seconds(
     config: Config, llama: LlamaConfig, counts: StepCounts, rates: Rates, compiled: bool
 ) -> float:
-    """The launches of a step; a forward is a third of them, which recomputation repeats.
-
-    DPO has two forwards more.
-    """
+    """The launches of a step; a forward is a third of them, which recomputation repeats."""
     pp = counts.degrees["pp"]
     microbatches = 1
     if pp > 1:
@@ -234,8 +231,6 @@ def _host_seconds(
         passes += 1 / 3 / config.recompute.every
     elif config.recompute.mode == "memory_budget":
         passes += (1 - config.recompute.budget) / 3
-    if config.dpo.beta > 0:
-        passes += 2 / 3
     seconds = blocks * passes * rates.host_ms * 1e-3
     return seconds * COMPILED_HOST if compiled else seconds
 
@@ -330,7 +325,7 @@ def _offload(rank: RankCounts, config: Config, local_batches: int, pp: int) -> f
     """Copies to CPU memory and back, and the update there.
 
     `cpu_offload` copies a shard up at each all-gather (`estimate_traffic.py`): before each forward
-    of a local batch (with DPO three; with pp those of all microbatches) and once before its
+    of a local batch (with pp those of all microbatches) and once before its
     backward, or, where weights stay gathered, once per step, with pp once per local batch. It
     copies its gradient down at each reduction.
     """
@@ -338,10 +333,10 @@ def _offload(rank: RankCounts, config: Config, local_batches: int, pp: int) -> f
     parallel = config.parallel
     if parallel.cpu_offload:
         mode = parallel.reshard_after_forward
-        forwards = 3 if config.dpo.beta > 0 else 1
+        forwards = 1
         up = local_batches
         if pp > 1:
-            forwards *= config.training.local_batch_size // parallel.pp_microbatch_size
+            forwards = config.training.local_batch_size // parallel.pp_microbatch_size
         if mode == "never" and pp == 1:
             up = 1
         elif mode != "never" and not (mode == "default" and pp > 1):

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.schema import Config
-from titanlite.data.stream import Batch
+from titanlite.data.stream import Batch, count_targets
 from titanlite.distributed.dtensor import local_part
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import (
@@ -41,7 +41,6 @@ from titanlite.optim.clip import clip_gradients
 from titanlite.optim.ema import WeightEMA
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.parallelize import assign_shard, split_and_parallelize
-from titanlite.parallel.preferences import all_frozen, build_stages
 from titanlite.parallel.stage_split import stage_indices, stage_modules
 from titanlite.parallel.stages import Stages
 from titanlite.rules.degrees import local_batches, num_processes
@@ -183,7 +182,6 @@ class Program(NamedTuple):
     """What a step needs of a run: this rank's part of the model, and what changes it."""
 
     parts: list[Llama]
-    frozen_copy: list[Llama]  # of DPO
     stages: Stages
     optimizer: torch.optim.Optimizer
     ema: WeightEMA
@@ -197,16 +195,8 @@ def build_parts(config: Config, llama: LlamaConfig, mesh: Mesh) -> list[Llama]:
     return split_and_parallelize(model, config, mesh, compiled=False)
 
 
-def copied_parts(config: Config, llama: LlamaConfig, mesh: Mesh) -> list[Llama]:
-    """This rank's parts of the frozen copy that DPO compares with, if the config has one."""
-    if not config.has_frozen_copy:
-        return []
-    return build_parts(all_frozen(config), llama, mesh)
-
-
 def build_program(
     parts: list[Llama],
-    frozen_copy: list[Llama],
     config: Config,
     mesh: Mesh,
     device: torch.device,
@@ -216,21 +206,21 @@ def build_program(
 
     `initialised`: with the weights of a run that begins; else with memory whose values are any.
     """
-    for part in (*parts, *frozen_copy):
+    for part in parts:
         part.to_empty(device=device)
         if initialised:
             part.init_weights(config.run.seed, assign_shard, device)
         part.reset_rope(device)
-    stages = build_stages(parts, config, mesh, device, frozen_copy=frozen_copy)
+    stages = Stages(parts, config, mesh, device)
     optimizer = build_optimizer(parts, config.optimizer, config.parallel.optimizer_offload)
     _make_states(parts, optimizer)
     ema = WeightEMA(config.ema, parts, optimizer)
-    return Program(parts, frozen_copy, stages, optimizer, ema)
+    return Program(parts, stages, optimizer, ema)
 
 
 def watch(program: Program, recorder: Recorder) -> None:
     """What the recorder must know before the step."""
-    recorder.register_model([*program.parts, *program.frozen_copy])
+    recorder.register_model(program.parts)
     recorder.register(_state_tensors(program.optimizer), "optimizer")
     recorder.register(program.ema.averages, "optimizer")
     for part in program.parts:
@@ -253,9 +243,8 @@ def count_step(
     device = torch.device("cpu")
     config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, loss="false"))
     parts = build_parts(config, llama, mesh)
-    frozen_copy = copied_parts(config, llama, mesh)
     with pretended_tensors() if pretended else contextlib.nullcontext():
-        program = build_program(parts, frozen_copy, config, mesh, device)
+        program = build_program(parts, config, mesh, device)
         recorder = make(mesh, llama.vocab_size // mesh["tp"].size())
         watch(program, recorder)
         if not pretended:
@@ -283,7 +272,7 @@ def take_step(
     mesh = stages.mesh
     number = local_batches(config.training, mesh.degrees)
     batches = [local_zeros(config, device) for _ in range(min(number, 3) if recorder else number)]
-    num_targets = mesh.sum_counts(stages.count_targets(batches))
+    num_targets = mesh.sum_counts(count_targets(batches))
     for i, batch in enumerate(batches):
         last = i == len(batches) - 1
         if recorder:

@@ -253,11 +253,6 @@ def _validation_charts(runs: list[Run]) -> list[Chart]:
         found.append(
             Chart("Loss", "Validation of averaged weights", "nats per token", plain + averaged)
         )
-    scores = (
-        Line("validation/exact_match", "exact match", "points"),
-        Line("validation/f1", "F1", "points"),
-    )
-    found.append(Chart("Evaluation", "Answers to validation.questions", "", scores))
     return found
 
 

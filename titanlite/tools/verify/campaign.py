@@ -89,7 +89,6 @@ def reference_key(config: Config, llama: LlamaConfig) -> tuple[object, ...]:
         config.loss.z_loss,
         config.float8,
         config.lora,
-        config.dpo,
         config.run.seed,
         config.data.document_mask,
     )

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config, DebugConfig
-from titanlite.data.stream import IGNORED, Batch, dropout_keys
+from titanlite.data.stream import IGNORED, Batch, count_targets, dropout_keys
 from titanlite.distributed import process_group
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import num_compiled_graphs
@@ -44,7 +44,7 @@ from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.float8 import apply_float8
 from titanlite.parallel.lora import apply_dropout, apply_lora
 from titanlite.parallel.parallelize import assign_shard, build_model_parts, freeze
-from titanlite.parallel.preferences import build_frozen_copy, build_stages
+from titanlite.parallel.stages import Stages
 from titanlite.rules.check import check_layout
 from titanlite.rules.compiled import compiles_loss
 from titanlite.tools.verify.updates import Updates, clip
@@ -107,12 +107,6 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
     model.to_empty(device=device)
     model.init_weights(config.run.seed)
     fill_zeros([model])
-    original = Llama(llama, training.seq_len).to(device)  # what DPO compares with
-    if config.has_frozen_copy:
-        original.init_weights(config.run.seed + 1)  # so that margins do not begin as 0
-        fill_zeros([original])
-    else:  # the model without adapters
-        original.load_state_dict(model.state_dict(), strict=False)
     optimizer = Updates(model, options)  # always fp32, also where layouts compute in bf16
     losses: list[float] = []
     norms: list[float] = []
@@ -120,10 +114,7 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
     averages = {name: p.detach().double() for name, p in model.named_parameters()}
     for step in range(STEPS):
         batch = make_batch(step, config, llama.vocab_size).apply(lambda tensor: tensor.to(device))
-        if config.dpo.beta > 0:
-            losses.append(train_on_pairs(model, original, batch, config.dpo.beta))
-        else:
-            losses.append(train_on_tokens(model, batch, config.loss.z_loss))
+        losses.append(train_on_tokens(model, batch, config.loss.z_loss))
         squares = 0.0
         for name, parameter in model.named_parameters():
             if parameter.grad is None:
@@ -165,37 +156,6 @@ def train_on_tokens(model: Llama, batch: Batch, z_loss: float) -> float:
         loss.backward()
         total += loss.item()
     return total
-
-
-def train_on_pairs(model: Llama, original: Llama, batch: Batch, beta: float) -> float:
-    """Adds to the gradients; returns the mean loss of the pairs (equation 7 of arXiv 2305.18290).
-
-    A pair is two documents of a row, one after the other, that both have targets.
-    """
-    pairs = []
-    for i in range(len(batch.tokens)):
-        documents = list(split_documents(take_rows(batch, i, i + 1)))
-        for pair in zip(documents[::2], documents[1::2], strict=False):
-            if all((document.labels != IGNORED).any() for document in pair):
-                pairs.append(pair)
-    total = 0.0
-    for pair in pairs:
-        rewards = []
-        for document in pair:
-            with torch.no_grad():
-                expected = log_prob(original, document)
-            rewards.append(beta * (log_prob(model, document) - expected))
-        loss = -torch.log(torch.sigmoid(rewards[0] - rewards[1])) / len(pairs)
-        loss.backward()
-        total += loss.item()
-    return total
-
-
-def log_prob(model: Llama, document: Batch) -> Tensor:
-    """The log-probability of all targets of a document (1, n) together, fp64."""
-    targets = document.labels != IGNORED
-    log_probs = model(document.tokens).log_softmax(dim=-1)[targets]  # (targets, V)
-    return log_probs.gather(1, document.labels[targets][:, None]).double().sum()
 
 
 @torch.no_grad()
@@ -256,11 +216,7 @@ def measure_steps(config: Config, llama: LlamaConfig, path: Path) -> Differences
         model = Llama(llama, training.seq_len)
     parts = build_model_parts(model, config, mesh, device, compiled)
     fill_zeros(parts)
-    frozen_copy = build_frozen_copy(llama, config, mesh, device, compiled)
-    for part in frozen_copy:
-        part.init_weights(config.run.seed + 1, assign_shard, device)
-    fill_zeros(frozen_copy)
-    stages = build_stages(parts, config, mesh, device, compiled, frozen_copy)
+    stages = Stages(parts, config, mesh, device, compiled)
     optimizer = build_optimizer(parts, config.optimizer, config.parallel.optimizer_offload)
     scaler = LossScale(training, optimizer, device)
     ema = WeightEMA(config.ema, parts, optimizer)
@@ -275,7 +231,7 @@ def measure_steps(config: Config, llama: LlamaConfig, path: Path) -> Differences
         # Local batches are dealt out to the data-parallel ranks in turn
         first_rows = range(mesh.data_rank * size, len(global_batch.tokens), mesh.data_size * size)
         batches = [take_rows(global_batch, row, row + size) for row in first_rows]
-        num_targets = mesh.sum_counts(stages.count_targets(batches).to(device))
+        num_targets = mesh.sum_counts(count_targets(batches).to(device))
         loss = torch.zeros((), device=device)
         for i, batch in enumerate(batches):
             batch = batch.apply(lambda tensor: tensor.to(device))

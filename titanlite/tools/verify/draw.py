@@ -55,7 +55,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "lora.rank": ("4",),
     "lora.targets": ("wq w2", "wq wk wv wo w1 w2 w3"),
     "lora.dropout": ("0.1",),
-    "dpo.beta": ("0.5",),
 }
 # Key -> another, without which it has no effect; an axis: of more than one process
 NEEDS = {
@@ -68,7 +67,6 @@ NEEDS = {
     "model.window_layers": "model.sliding_window",
     "lora.targets": "lora.rank",
     "lora.dropout": "lora.rank",
-    "dpo.beta": "data.document_mask",
 }
 
 

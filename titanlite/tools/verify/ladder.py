@@ -158,7 +158,6 @@ def ladder(processes: int, quick: bool, device: str) -> list[str]:
         names += families(processes)
         names += windows(processes, compiler)
         names += adapters(processes, compiler)
-        names += preferences(processes, compiler)
         names += frozen(processes)
     if device == "cuda":
         names += [
@@ -361,34 +360,6 @@ def dropout(processes: int, compiler: str, lora: str) -> list[str]:
     if processes >= 4:
         layouts.append("dp_shard=2,tp=2")
     return each(layouts, [f"{lora},lora.dropout=0.1"])
-
-
-def preferences(processes: int, compiler: str) -> list[str]:
-    """Layouts of DPO on pairs of documents, whose margins differ by about 1."""
-    whole = "dpo.beta=0.5,data.document_mask"  # all weights, beside a frozen copy
-    dpo = f"{whole},lora.rank=4"
-    if processes == 1:
-        return [dpo, whole, f"{dpo},recompute.mode=selective"]
-    layouts = [*TWO_RANKS, "dp_replicate=2", "cp=2,cp_method=ulysses"]
-    if processes >= 4:
-        layouts += ["dp_shard=2,tp=2", "pp=2,tp=2", "pp=2,cp=2", "pp=2,dp_shard=2"]
-    names = each(layouts, [dpo])
-    names += each(["tp=2", "pp=2"], [f"loss.num_chunks=3,recompute.mode=full,{dpo}"])
-    names += [
-        f"dp_shard=2,reshard_after_forward=never,{dpo}",
-        f"dp_shard=2,training.local_batch_size=1,{dpo}",
-        f"dp_shard=2,compile.enabled,compile.backend={compiler},{dpo}",
-        f"pp=2,pp_schedule=ZBVZeroBubble,{dpo}",
-    ]
-    if processes >= 4:
-        names.append(f"dp_shard=2,tp=2,{whole}")
-    names += each(TWO_RANKS, [whole])
-    names += [
-        f"dp_shard=2,compile.enabled,compile.backend={compiler},{whole}",
-        f"dp_shard=2,cpu_offload,training.frozen=layers.1.*,{whole}",
-        f"pp=2,loss.num_chunks=3,recompute.mode=full,{whole}",
-    ]
-    return names
 
 
 def documents(processes: int, quick: bool, compiler: str) -> list[str]:
