@@ -46,12 +46,14 @@ from titanlite.config.budget import epochs_in_steps
 from titanlite.config.help import help_text
 from titanlite.config.load import load_config
 from titanlite.config.schema import FROM_CHECKPOINT, Config, DataConfig, portable
+from titanlite.data.order import build_samples
 from titanlite.data.prepared import (
     fingerprint_of,
     load_sources,
     open_prepared,
 )
-from titanlite.data.stream import TrainStream, build_samples, count_targets
+from titanlite.data.rows import count_targets
+from titanlite.data.stream import TrainStream
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.distributed import process_group
 from titanlite.distributed.agreement import (

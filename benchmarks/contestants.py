@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from titanlite.config import schema as config_module
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config
-from titanlite.data.stream import Batch, count_targets, dropout_keys
+from titanlite.data.order import dropout_keys
+from titanlite.data.rows import Batch, count_targets
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.distributed import process_group
 from titanlite.distributed.mesh import Mesh

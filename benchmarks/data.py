@@ -25,10 +25,12 @@ sys.path.insert(0, str(report.ROOT))
 
 from titanlite.config.schema import DataConfig, TrainingConfig
 from titanlite.data.mixture import Mixture
+from titanlite.data.order import Samples
 from titanlite.data.packing import PackedRows, best_fit
 from titanlite.data.prepared_manifest import read_manifest
+from titanlite.data.rows import Windows
 from titanlite.data.shards import Tokens
-from titanlite.data.stream import Samples, TrainStream, Windows
+from titanlite.data.stream import TrainStream
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.cache import prepare
 

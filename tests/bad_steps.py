@@ -8,7 +8,8 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.data.stream import Samples, TrainStream
+from titanlite.data.order import Samples
+from titanlite.data.stream import TrainStream
 from titanlite.parallel.stages import Stages
 
 

@@ -20,7 +20,7 @@ from titanlite.checkpoint.planner import PlacementLoadPlanner, PlacementSavePlan
 from titanlite.checkpoint.state import ModelState, OptimizerState
 from titanlite.checkpoint.storage import StepReader, StepWriter, loading, saving
 from titanlite.config.schema import OptimizerConfig
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.distributed.process_group import checkpoint_group
 from titanlite.model.flavors import LlamaConfig
 from titanlite.optim.optimizer import build_optimizer

@@ -47,7 +47,7 @@ def train_until(step: int, arguments: list[str]) -> int:
 
 def samples_of_a_run(arguments: list[str], stop_after: int) -> tuple[list[int], list[int]]:
     """The numbers of the samples this rank trains on, and the exit code in a list."""
-    from titanlite.data.stream import Samples
+    from titanlite.data.order import Samples
 
     seen: list[int] = []
     original = Samples.pick

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from titanlite.data.mixture import Mixture
-from titanlite.data.stream import Rows, Samples
+from titanlite.data.order import Samples
+from titanlite.data.rows import Rows
 
 
 class Ranks(NamedTuple):

@@ -29,7 +29,8 @@ from torch import Tensor
 from titanlite.checkpoint import shard_file
 from titanlite.checkpoint.shard_file import Shard
 from titanlite.config.load import program_folder
-from titanlite.data.stream import Batch, TrainStream
+from titanlite.data.rows import Batch
+from titanlite.data.stream import TrainStream
 from titanlite.distributed.watchdog import Watchdog
 from titanlite.parallel.stages import Stages
 from titanlite.runtime.phases import Phase

@@ -17,8 +17,9 @@ import tempfile
 from pathlib import Path
 
 from titanlite.config.load import load_config
+from titanlite.data.order import build_samples
 from titanlite.data.prepared import load_sources
-from titanlite.data.stream import Windows, build_samples
+from titanlite.data.rows import Windows
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.cache import prepare
 

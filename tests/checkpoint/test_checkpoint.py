@@ -31,7 +31,7 @@ from titanlite.checkpoint.manager import Checkpointer, Newest
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.checkpoint.storage import SaveError
 from titanlite.config.schema import CheckpointConfig
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.model.flavors import LlamaConfig
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats.load_weights import load_model, open_verified, tokenizer_of

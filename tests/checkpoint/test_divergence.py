@@ -24,7 +24,8 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CorruptCheckpoint, FileEntry
 from titanlite.checkpoint.resume import EXCLUDED, read_excluded
 from titanlite.config.schema import CheckpointConfig, TrainingConfig
-from titanlite.data.stream import TrainStream, Windows
+from titanlite.data.rows import Windows
+from titanlite.data.stream import TrainStream
 from titanlite.optim.stability import NOT_FINITE, Verdict
 from titanlite.runtime.errors import ConfigError
 

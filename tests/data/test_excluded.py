@@ -7,7 +7,8 @@ from text_in_memory import Documents, Ranks, only_source
 
 from titanlite.config.schema import TrainingConfig
 from titanlite.data.excluded import merge_ranges
-from titanlite.data.stream import TrainStream, Windows
+from titanlite.data.rows import Windows
+from titanlite.data.stream import TrainStream
 
 WHOLE = only_source(Windows(Documents([1001]), 10, "text"))
 

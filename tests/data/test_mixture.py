@@ -16,8 +16,10 @@ from text_in_memory import Documents, Ranks
 from titanlite.config.schema import DataConfig, PhaseConfig, SourceConfig, TrainingConfig
 from titanlite.data import mixture
 from titanlite.data.mixture import PATTERN, Mixture, build_mixture, pattern_counts
+from titanlite.data.order import Samples
 from titanlite.data.packing import PackedRows
-from titanlite.data.stream import Rows, Samples, TrainStream, Windows
+from titanlite.data.rows import Rows, Windows
+from titanlite.data.stream import TrainStream
 
 SEVEN = [0.67, 0.14, 0.045, 0.045, 0.025, 0.025, 0.02]  # their sum is 0.97
 

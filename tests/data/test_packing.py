@@ -14,7 +14,7 @@ from messages import refused
 from text_in_memory import Documents
 
 from titanlite.data.packing import PackedRows, best_fit
-from titanlite.data.stream import IGNORED, read_batch
+from titanlite.data.rows import IGNORED, read_batch
 
 
 def one_by_one(lengths: np.ndarray, capacity: int) -> list[int]:

@@ -1,8 +1,6 @@
-"""The stream: a permutation per epoch, the same samples however many processes share them."""
+"""The stream: every row once per epoch, the same samples however many processes share them."""
 
 from __future__ import annotations
-
-import itertools
 
 import numpy as np
 import pytest
@@ -11,16 +9,8 @@ from messages import refused
 from text_in_memory import Documents, Ranks, only_source
 
 from titanlite.config.schema import TrainingConfig
-from titanlite.data.stream import (
-    IGNORED,
-    TrainStream,
-    Windows,
-    count_targets,
-    permute,
-    read_batch,
-    validation_batches,
-    validation_rows,
-)
+from titanlite.data.rows import IGNORED, Windows, count_targets, validation_rows
+from titanlite.data.stream import TrainStream, validation_batches
 
 
 def windows(length: int, what: str = "training text") -> Windows:
@@ -41,20 +31,6 @@ def stream(
     return TrainStream(
         only_source(windows(length), seed), training, Ranks(rank, world), document_mask=False
     )
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 100, 1023, 4096])
-def test_permute_is_a_permutation(size):
-    for key in (0, 1, 2**63 + 5):
-        assert sorted(permute(i, size, key) for i in range(size)) == list(range(size))
-
-
-def test_permute_mixes_and_depends_on_the_key():
-    a, b = ([permute(i, 1000, key) for i in range(1000)] for key in (1, 2))
-    assert sum(x == y for x, y in zip(a, b, strict=True)) < 20
-    steps = np.diff(a)
-    assert abs(np.corrcoef(a[:-1], a[1:])[0, 1]) < 0.1
-    assert len(set(steps.tolist())) > 500
 
 
 def test_labels_are_the_next_tokens():
@@ -156,13 +132,6 @@ def test_validation_covers_the_windows_once_and_pads_with_rows_without_targets()
     assert int(count_targets(list(validation_batches(held_out, 7, stream(local=4))))) == 70
 
 
-def test_too_little_text_is_named():
-    with refused("training text of web", "10 tokens", "up to 9"):
-        windows(10, "training text of web")
-    with refused("validation text", "10 tokens", "up to 9", "validation.freq = 0"):
-        windows(10, "validation text")
-
-
 def test_a_short_validation_text_is_a_row_with_padding():
     for lengths, targets in (([3, 4], 5), ([10], 9), ([11], 10)):
         rows = validation_rows(Documents(lengths), 10, "validation text")
@@ -170,25 +139,6 @@ def test_a_short_validation_text_is_a_row_with_padding():
         assert int(count_targets([batch])) == targets
     with refused("validation text", "1 tokens", "validation.freq = 0"):
         validation_rows(Documents([1]), 10, "validation text")
-
-
-def test_positions_restart_at_documents_and_rows_and_no_target_is_of_another_document():
-    rows = Windows(Documents([7] * 15), 10, "training text")
-    batch = read_batch([(rows, 0), (rows, 1), (rows, 6), None], 10, document_mask=True)
-    begins = [{0, 7}, {0, 4}, {0, 3}, {0}]  # of the rows, which are at 0, 10 and 60 of the text
-    ignored = [{6}, {3}, {2, 9}, set(range(10))]
-    for labels, positions, begin, no_target in zip(
-        batch.labels, batch.positions, begins, ignored, strict=True
-    ):
-        assert {i for i, position in enumerate(positions.tolist()) if position == 0} == begin
-        assert all(b in (0, a + 1) for a, b in itertools.pairwise(positions.tolist()))
-        assert {i for i, label in enumerate(labels.tolist()) if label == IGNORED} == no_target
-
-
-def test_a_token_that_may_not_be_a_target_is_no_label():
-    rows = Windows(Documents([50], masked=[0, 3, 20, 21]), 10, "training text")
-    labels = read_batch([(rows, 0), (rows, 1), (rows, 2)], 10, document_mask=False).labels
-    assert [(row == IGNORED).nonzero().flatten().tolist() for row in labels] == [[2], [9], [0]]
 
 
 class Sums:

@@ -18,8 +18,9 @@ from text_in_memory import Ranks, only_source
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config
 from titanlite.data.prepared_manifest import read_manifest
+from titanlite.data.rows import Windows
 from titanlite.data.shards import Tokens
-from titanlite.data.stream import TrainStream, Windows
+from titanlite.data.stream import TrainStream
 from titanlite.model.flavors import resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.tokenizer.tokenizer import Tokenizer

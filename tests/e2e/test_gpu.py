@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from titanlite.checkpoint.async_save import AsyncSaver
 from titanlite.checkpoint.manifest import RunMetadata
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.data.to_device import prefetch
 from titanlite.model import block_mask
 from titanlite.model.flavors import FLAVORS

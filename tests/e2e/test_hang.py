@@ -99,7 +99,7 @@ def run_with(tmp_path, arguments, processes=2, **patch) -> tuple[int, str, float
 
 
 # Of two processes in step 4
-READS = {"module": "data.stream", "owner": "Samples", "method": "pick", "call": 13}
+READS = {"module": "data.order", "owner": "Samples", "method": "pick", "call": 13}
 SAVES = {"module": "checkpoint.async_save", "owner": "AsyncSaver", "method": "save", "call": 1}
 VALIDATES = {"module": "parallel.stages", "owner": "Stages", "method": "evaluate", "call": 2}
 

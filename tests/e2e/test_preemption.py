@@ -26,7 +26,8 @@ from titanlite.checkpoint.folders import list_steps, step_folder
 from titanlite.checkpoint.manifest import RunMetadata, read_manifest
 from titanlite.checkpoint.step_files import verify_files
 from titanlite.checkpoint.storage import SaveError
-from titanlite.data.stream import Samples, TrainStream
+from titanlite.data.order import Samples
+from titanlite.data.stream import TrainStream
 
 pytestmark = pytest.mark.slow
 

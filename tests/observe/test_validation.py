@@ -12,7 +12,7 @@ from messages import refused
 from runs import rows, train_run
 
 from titanlite.config.schema import ValidationConfig
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.observe import validation
 from titanlite.observe.validation import Sums, Validator
 

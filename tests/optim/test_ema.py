@@ -14,7 +14,7 @@ from torch import nn
 
 from titanlite.checkpoint.folders import list_steps
 from titanlite.config.schema import EmaConfig, OptimizerConfig
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.optim.ema import WeightEMA
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.tools.formats.convert import convert, load_full_state

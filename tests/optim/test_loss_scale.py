@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.checkpoint.folders import list_steps
 from titanlite.checkpoint.manager import Diverged
 from titanlite.config.schema import LossConfig, OptimizerConfig, TrainingConfig
-from titanlite.data.stream import Batch, count_targets
+from titanlite.data.rows import Batch, count_targets
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.optimizer import build_optimizer

@@ -10,7 +10,7 @@ import torch
 from model_builder import EVEN, build_stages, full
 
 from titanlite.config.schema import LossConfig
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.distributed.mesh import Mesh
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.optim.z_loss import with_z_loss

@@ -8,7 +8,7 @@ from allocations import Largest
 from model_builder import build_stages
 
 from titanlite.config.schema import LossConfig
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.model.flavors import LlamaConfig
 
 WIDE = LlamaConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=16, vocab_size=8192)

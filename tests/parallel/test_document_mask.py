@@ -12,7 +12,8 @@ from runs import curve, train_run, validation
 from torch.nn.attention import flex_attention
 
 from titanlite.config.schema import CompileConfig, DataConfig
-from titanlite.data.stream import IGNORED, Batch, TrainStream, count_targets
+from titanlite.data.rows import IGNORED, Batch, count_targets
+from titanlite.data.stream import TrainStream
 from titanlite.model import block_mask
 from titanlite.model.llama import Llama
 from titanlite.parallel.context_parallel import local_positions

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from titanlite.data.stream import dropout_keys
+from titanlite.data.order import dropout_keys
 from titanlite.parallel.dropout import dropped, scramble
 
 WORD = 1 << 32

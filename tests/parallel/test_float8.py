@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titanlite.config.schema import Float8Config, RecomputeConfig
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from model_builder import EVEN, TOKENS, assert_same, build_stages, full, small_model
 from torch.distributed.tensor import DTensor
 
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.parallelize import assign_shard
 

@@ -23,7 +23,8 @@ from transformers_models import TOKENS, make
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.load import load_config
 from titanlite.config.schema import LoraConfig, OptimizerConfig, RecomputeConfig
-from titanlite.data.stream import Batch, dropout_keys
+from titanlite.data.order import dropout_keys
+from titanlite.data.rows import Batch
 from titanlite.distributed.dtensor import local_part
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama

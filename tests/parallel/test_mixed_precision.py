@@ -10,7 +10,7 @@ import torch
 from model_builder import SMALL, build_stages, small_model
 
 from titanlite.config.schema import CompileConfig, LossConfig, RecomputeConfig
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.optim.loss import cross_entropy_sum
 
 UNTIED = dataclasses.replace(SMALL, tied_embeddings=False)

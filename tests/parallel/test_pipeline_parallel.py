@@ -10,7 +10,7 @@ import torch.distributed as dist
 from model_builder import EVEN, build_stages
 
 from titanlite.config.schema import PP_SCHEDULES
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 
 
 def train_without_objects(schedules: list[str]) -> list[float]:

@@ -39,7 +39,7 @@ from titanlite.config.schema import (
     StabilityConfig,
     TrainingConfig,
 )
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.distributed.mesh import Mesh
 from titanlite.model import block_mask
 from titanlite.model.llama import Llama

@@ -13,7 +13,7 @@ from model_builder import EVEN, build_stages, small_model
 from torch.nn.attention import flex_attention
 
 from titanlite.config.schema import CompileConfig, DataConfig
-from titanlite.data.stream import IGNORED, Batch
+from titanlite.data.rows import IGNORED, Batch
 from titanlite.model import block_mask
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama

@@ -8,7 +8,7 @@ import pytest
 import torch
 from model_builder import EVEN, build_stages, full, small_model
 
-from titanlite.data.stream import IGNORED, Batch
+from titanlite.data.rows import IGNORED, Batch
 from titanlite.model.flavors import LlamaConfig
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import RecomputeConfig
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 
 B, S, D, K, DH = 2, 16, EVEN.dim, EVEN.num_kv_heads, EVEN.head_dim
 BYTES = 4  # fp32

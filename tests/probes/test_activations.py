@@ -13,7 +13,7 @@ from model_builder import EVEN, build_stages, small_model
 from torch.nn.attention.bias import causal_lower_right
 
 from titanlite.config.schema import CompileConfig, DataConfig
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.distributed.torch_private import num_compiled_graphs
 from titanlite.model.attention import document_mask
 from titanlite.model.llama import apply_rope

@@ -12,7 +12,7 @@ import torch
 from model_builder import EVEN, build_stages, small_model
 
 from titanlite.config.schema import CompileConfig, DataConfig, LossConfig
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.distributed.torch_private import num_compiled_graphs
 from titanlite.model.generate import generate
 from titanlite.probes.continuation import Choice, Continuation

@@ -12,7 +12,7 @@ import torch
 from model_builder import EVEN, build_stages, small_model
 
 from titanlite.config.schema import OptimizerConfig
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.optim.optimizer import build_optimizer

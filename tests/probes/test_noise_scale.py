@@ -14,7 +14,7 @@ from model_builder import EVEN, build_stages
 from torch import Tensor, nn
 
 from titanlite.config.schema import MetricsConfig
-from titanlite.data.stream import IGNORED, Batch, count_targets
+from titanlite.data.rows import IGNORED, Batch, count_targets
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.probes.noise_scale import NoiseScale
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

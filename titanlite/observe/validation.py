@@ -21,14 +21,8 @@ from torch import Tensor
 from titanlite.config.schema import ValidationConfig
 from titanlite.data.packing import PackedRows
 from titanlite.data.prepared import PreparedData
-from titanlite.data.stream import (
-    IGNORED,
-    Batch,
-    TrainStream,
-    Windows,
-    validation_batches,
-    validation_rows,
-)
+from titanlite.data.rows import IGNORED, Batch, Windows, validation_rows
+from titanlite.data.stream import TrainStream, validation_batches
 from titanlite.data.to_device import to_device
 from titanlite.distributed.mesh import Mesh, sum_dtype
 from titanlite.distributed.signals import Requests

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from titanlite.data.stream import IGNORED
+from titanlite.data.rows import IGNORED
 from titanlite.optim.loss import SummedLoss
 
 

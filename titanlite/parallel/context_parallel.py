@@ -32,7 +32,7 @@ dp_shard. (On gloo DTensor has no all-to-all: it gathers and cuts instead, which
 and gives equal numbers.)
 
 Positions: a rank's RoPE table has the rows of its tokens. Labels are shifted by one before the
-sequence is cut (in `data/stream.py`), and then cut like tokens. After the cut a rank could not
+sequence is cut (in `data/rows.py`), and then cut like tokens. After the cut a rank could not
 shift them: label s is token s + 1, and for the last token of a chunk that token can be on another
 rank.
 """
@@ -50,7 +50,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import causal_lower_right
 
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.distributed.torch_private import set_ring_rotation
 from titanlite.model.attention import Mask, attention
 from titanlite.runtime.errors import ConfigError

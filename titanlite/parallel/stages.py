@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
 from titanlite.config.schema import Config
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.distributed.mesh import Mesh
 from titanlite.optim.chunked_loss import ChunkedLoss
 from titanlite.optim.loss import SummedLoss, cross_entropy_sum

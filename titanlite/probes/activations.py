@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.data.to_device import to_device
 from titanlite.distributed.mesh import sum_dtype
 from titanlite.observe.metrics import Metrics

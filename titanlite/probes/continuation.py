@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.data.stream import IGNORED, Batch, TrainStream
+from titanlite.data.rows import IGNORED, Batch
+from titanlite.data.stream import TrainStream
 from titanlite.data.to_device import to_device
 from titanlite.distributed.agreement import broadcast
 from titanlite.model.generate import row_seed, sample_token

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import MetricsConfig
-from titanlite.data.stream import Batch, count_targets
+from titanlite.data.rows import Batch, count_targets
 from titanlite.data.to_device import to_device
 from titanlite.distributed.dtensor import sum_of_squares
 from titanlite.distributed.mesh import sum_dtype

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from titanlite.config.schema import MetricsConfig
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.observe.metrics import Metrics
 from titanlite.parallel.stages import Stages
 from titanlite.probes.activations import Activations

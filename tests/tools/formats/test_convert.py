@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.state import ModelState, OptimizerState
 from titanlite.config.schema import OptimizerConfig
-from titanlite.data.stream import Batch
+from titanlite.data.rows import Batch
 from titanlite.model.flavors import FLAVORS, LlamaConfig, RopeScaling
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.runtime.errors import ConfigError

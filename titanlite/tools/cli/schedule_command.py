@@ -61,8 +61,8 @@ def _with_steps(config: Config) -> Config:
     if not config.training.epochs:
         return config
     # These import torch, which a budget in steps does not need.
+    from titanlite.data.order import build_samples
     from titanlite.data.prepared import load_sources
-    from titanlite.data.stream import build_samples
     from titanlite.tokenizer.tokenizer import Tokenizer
     from titanlite.tools.prepare.cache import prepare
 

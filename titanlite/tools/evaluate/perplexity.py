@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
+from titanlite.data.order import permute
 from titanlite.data.prepared import PreparedData
-from titanlite.data.stream import IGNORED, permute, read_batch, validation_rows
+from titanlite.data.rows import IGNORED, read_batch, validation_rows
 from titanlite.distributed.agreement import gather
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.runtime.errors import ConfigError

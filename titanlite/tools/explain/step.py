@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config
-from titanlite.data.stream import Batch, count_targets
+from titanlite.data.rows import Batch, count_targets
 from titanlite.distributed.agreement import bitwise_or
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import join_pretended_group, pretended_tensors

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlite.data.stream import IGNORED, Batch
+from titanlite.data.rows import IGNORED, Batch
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.llama import Llama
 from titanlite.parallel import stages

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.schema import Config
-from titanlite.data.stream import Batch, count_targets
+from titanlite.data.rows import Batch, count_targets
 from titanlite.distributed.dtensor import local_part
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import (

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config, DebugConfig
-from titanlite.data.stream import IGNORED, Batch, count_targets, dropout_keys
+from titanlite.data.order import dropout_keys
+from titanlite.data.rows import IGNORED, Batch, count_targets
 from titanlite.distributed import process_group
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import num_compiled_graphs

@@ -1,0 +1,162 @@
+"""Rows of a text, and batches of them.
+
+What it is: the tokens of a source are cut into rows of S + 1 tokens: windows one after the other
+(`Windows`), or whole documents packed together (`packing.py`). A row has S inputs and S labels, so
+neighbouring windows overlap by one token. `read_batch` reads rows of any sources into a batch.
+What it costs: a copy of the tokens from the memory map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titanlite.data.packing import PackedRows
+from titanlite.data.shards import Array, Tokens
+from titanlite.runtime.errors import ConfigError
+
+# The label of a position without a target: the default ignore_index of torch's cross entropy
+IGNORED = -100
+
+
+class Batch(NamedTuple):
+    """tokens and labels (B, S), int64; labels[b, s] is the token after tokens[b, s], or IGNORED.
+
+    positions (B, S), int64, only with `data.document_mask`: the position of each token in its
+    document, or in the part of it that the row has. They are 0 at each start of a document and of a
+    row.
+    dropout_keys (B, S), int64, only for training with `lora.dropout`: a hash of seed, sample and
+    place in the row, on which the token's masks depend.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor | None = None
+    dropout_keys: Tensor | None = None
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with each of its tensors replaced by the function's result."""
+        batch = Batch(function(self.tokens), function(self.labels))
+        if self.positions is not None:
+            batch = batch._replace(positions=function(self.positions))
+        if self.dropout_keys is not None:
+            batch = batch._replace(dropout_keys=function(self.dropout_keys))
+        return batch
+
+
+def count_targets(batches: list[Batch]) -> Tensor:
+    """The number of labels that are not IGNORED in all these batches: a scalar, int64."""
+    counts = [(batch.labels != IGNORED).sum() for batch in batches]
+    return torch.stack(counts).sum()
+
+
+class Rows(Protocol):
+    """The rows of one source."""
+
+    @property
+    def count(self) -> int:
+        """The number of rows, which is that of an epoch."""
+
+    def fill(self, index: int, ids: Array, ignored: Array, document_mask: bool) -> Array | None:
+        """Writes row `index` to ids (S + 1,), and to ignored (S,) which labels are no targets.
+
+        `ignored` is all False at first. With `document_mask`, returns where in the row documents
+        start.
+        """
+
+
+class Windows:
+    """Documents one after the other, cut into windows of S + 1 tokens.
+
+    Neighbouring windows overlap by one token: the last label of one is the first input of the next.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, description: str) -> None:
+        """`description`: of the text, for messages, such as "training text of books".
+
+        Raises ConfigError if it is shorter than one window.
+        """
+        self.tokens = tokens
+        self.seq_len = seq_len
+        self.count = (len(tokens) - 1) // seq_len
+        if self.count < 1:
+            raise ConfigError(_too_short(len(tokens), seq_len, description))
+        self.masked = tokens.targets(0, 1) is not None  # the same for all windows
+
+    def fill(self, index: int, ids: Array, ignored: Array, document_mask: bool) -> Array | None:
+        """Writes window `index`, as `Rows.fill` says."""
+        start = index * self.seq_len
+        ids[:] = self.tokens.read(start, self.seq_len + 1)
+        if self.masked:
+            targets = self.tokens.targets(start + 1, self.seq_len)
+            assert targets is not None
+            np.logical_not(targets, out=ignored)
+        if not document_mask:
+            return None
+        starts = self.tokens.document_starts(start + 1, start + self.seq_len + 1) - start
+        ignored[starts - 1] = True  # the label would be the first token of another document
+        return starts
+
+
+def _too_short(num_tokens: int, seq_len: int, description: str) -> str:
+    """The message about a text of too few tokens for one window."""
+    remedies = ["more text in data.path"]
+    if num_tokens > 2:
+        remedies.insert(0, f"up to {num_tokens - 1}")
+    if description.startswith("validation"):
+        remedies.append("validation.freq = 0")
+    return (
+        f"training.seq_len = {seq_len}: the {description} has only {num_tokens} tokens; "
+        f"allowed: {', or '.join(remedies)}"
+    )
+
+
+def document_positions(starts: Array, seq_len: int) -> Array:
+    """(S,): the position of each token in its document, where documents start at sorted `starts`.
+
+    Position 0 is also that of the first token; starts from S on are left out.
+    """
+    origins = np.zeros(seq_len, np.int64)
+    inside = starts[starts < seq_len]
+    origins[inside] = inside
+    origins = np.maximum.accumulate(origins)  # the start of each token's document
+    return np.arange(seq_len) - origins
+
+
+def read_batch(
+    picks: Sequence[tuple[Rows, int] | None], seq_len: int, document_mask: bool
+) -> Batch:
+    """These rows; None gives a row without targets, so that every process gets a batch."""
+    size = len(picks)  # B
+    ids = np.zeros((size, seq_len + 1), dtype=np.int64)
+    ignored = np.zeros((size, seq_len), dtype=bool)
+    positions = np.tile(np.arange(seq_len), (size, 1))
+    for b, pick in enumerate(picks):
+        if pick is None:
+            ignored[b] = True
+            continue
+        rows, index = pick
+        starts = rows.fill(index, ids[b], ignored[b], document_mask)
+        if document_mask and starts is not None:
+            positions[b] = document_positions(starts, seq_len)
+    labels = ids[:, 1:].copy()  # (B, S)
+    np.putmask(labels, ignored, IGNORED)
+    tokens = ids[:, :-1].copy()  # (B, S)
+    batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
+    if document_mask:
+        batch = batch._replace(positions=torch.from_numpy(positions))
+    return batch
+
+
+def validation_rows(tokens: Tokens, seq_len: int, description: str) -> Windows | PackedRows:
+    """The windows of a validation text; of one that is shorter than a window, a row with padding.
+
+    Raises ConfigError if it has less than two tokens.
+    """
+    if 2 <= len(tokens) <= seq_len:
+        return PackedRows(tokens, seq_len, description)
+    return Windows(tokens, seq_len, description)
