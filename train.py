@@ -17,20 +17,26 @@ Letters in shapes: B sequences of a local batch, S tokens of a sequence.
 """
 
 import functools
-import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
+from titanlite.bridge.tools import (
+    adopt_model,
+    compare_with_plan,
+    frozen_fingerprint,
+    load_initial_weights,
+    prepared_folders,
+    write_export,
+    write_report,
+)
 from titanlite.checkpoint.manager import Checkpointer, Diverged
 from titanlite.checkpoint.run_facts import RunFacts
 from titanlite.checkpoint.state import (
@@ -45,20 +51,16 @@ from titanlite.config.batch_sizes import first_steps
 from titanlite.config.budget import epochs_in_steps
 from titanlite.config.help import help_text
 from titanlite.config.load import load_config
-from titanlite.config.schema import FROM_CHECKPOINT, Config, DataConfig, portable
+from titanlite.config.schema import Config, portable
 from titanlite.data.order import build_samples
 from titanlite.data.prepared import (
     fingerprint_of,
     load_sources,
-    open_prepared,
 )
-from titanlite.data.rows import count_targets
 from titanlite.data.stream import TrainStream
-from titanlite.data.to_device import prefetch, to_device
 from titanlite.distributed import process_group
 from titanlite.distributed.agreement import (
     PATIENT,
-    broadcast,
     broadcast_from_rank0,
     require_agreement,
 )
@@ -66,7 +68,7 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.run_folder import RunFolder
 from titanlite.distributed.signals import Requests
 from titanlite.distributed.watchdog import Watchdog
-from titanlite.model.flavors import LlamaConfig, resolve_flavor
+from titanlite.model.flavors import resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.observe.logging import log_to_file, setup_logging
 from titanlite.observe.metrics import Metrics, Progress
@@ -74,22 +76,16 @@ from titanlite.observe.plan_check import PlanCheck
 from titanlite.observe.profile import Profiler
 from titanlite.observe.start_and_end import log_end, log_start
 from titanlite.observe.validation import Validator
-from titanlite.optim.clip import clip_gradients
 from titanlite.optim.ema import WeightEMA
-from titanlite.optim.loss_scale import LossScale
-from titanlite.optim.optimizer import build_optimizer
-from titanlite.optim.schedule import Schedule
-from titanlite.optim.stability import Guard
 from titanlite.parallel.auto import decide_compile, resolve_dtype
-from titanlite.parallel.lora import is_adapter, is_frozen
+from titanlite.parallel.lora import is_adapter
 from titanlite.parallel.parallelize import build_model_parts
-from titanlite.parallel.stages import Stages
+from titanlite.parallel.step import build_step_parts, optimizer_step
 from titanlite.probes.noise_scale import NoiseScale
 from titanlite.probes.probes import Probes
 from titanlite.probes.samples import Sampler
 from titanlite.rules.check import check_layout
-from titanlite.runtime.device import device_name
-from titanlite.runtime.errors import EXIT_CONFIG, LAUNCHED, ConfigError, JoinError, StorageError
+from titanlite.runtime.errors import EXIT_CONFIG, ConfigError, JoinError, StorageError
 from titanlite.runtime.failure import report_failure
 from titanlite.runtime.garbage import GarbageCollection
 from titanlite.sinks.feed import Sinks
@@ -135,36 +131,33 @@ def main(config: Config) -> int:
         model = Llama(llama, training.seq_len)
     # The model, or the pipeline stages of this rank
     model_parts = build_model_parts(model, config, mesh, device, compiled)
-    stages = Stages(model_parts, config, mesh, device, compiled)  # their forward and backward
 
     # 4. Training state: everything that a step changes. A checkpoint holds exactly these
-    optimizer = build_optimizer(model_parts, config.optimizer, config.parallel.optimizer_offload)
-    schedule = Schedule(optimizer, config.schedule, config.optimizer.lr, training.steps)
-    scaler = LossScale(training, optimizer, device)  # of float16
-    guard = Guard(config.stability, stream, optimizer, scaler, mesh, device)
-    ema = WeightEMA(config.ema, model_parts, optimizer)
-    noise_scale = NoiseScale(config.metrics, stages, scaler, progress)
+    parts = build_step_parts(model_parts, config, mesh, device, compiled)
+    stages = parts.stages  # forward and backward
+    noise_scale = NoiseScale(config.metrics, stages, parts.scaler, progress)
     states: dict[str, Stateful] = {
         "model": ModelState(model_parts, saved_names(config)),
         "frozen": FrozenWeights(config.checkpoint.initial_load, frozen_fingerprint(config)),
-        "optimizer": OptimizerState(model_parts, optimizer),
+        "optimizer": OptimizerState(model_parts, parts.optimizer),
         "data": stream,
         "progress": progress,
         "random": RandomState(),
-        "loss_scale": scaler,
-        f"stability-{config.stability.window}": guard,  # another window begins empty
-        "ema": ema,
+        "loss_scale": parts.scaler,
+        f"stability-{config.stability.window}": parts.guard,  # another window begins empty
+        "ema": parts.ema,
         "noise_scale": noise_scale,
     }
     # With these a checkpoint can be used without the run's folder
     facts = RunFacts(config, llama, mesh.degrees, data)
-    checkpoint = Checkpointer(config.checkpoint, folder, states, facts, device, guard)
+    checkpoint = Checkpointer(config.checkpoint, folder, states, facts, device, parts.guard)
     resumed = checkpoint.load()
     load_initial_weights(config, model_parts, llama, tokenizer, resumed)
-    ema.start()  # with these weights, unless the checkpoint had an average
+    parts.ema.start()  # with these weights, unless the checkpoint had an average
 
     # 5. Metrics and validation
-    metrics = Metrics(config, llama, folder, device, progress, (scaler, guard, noise_scale))
+    columns = (parts.scaler, parts.guard, noise_scale)  # each may add some to a logged step
+    metrics = Metrics(config, llama, folder, device, progress, columns)
     plan_check = PlanCheck(functools.partial(compare_with_plan, config, llama, device))
     probes = Probes(config.metrics, stages, noise_scale, metrics)
     validator = Validator(config.validation, data, stream, stages, mesh, metrics)
@@ -175,7 +168,7 @@ def main(config: Config) -> int:
     log_start(config, llama, mesh, device, compiled, progress)
     if progress.step == 0 and validator.due(finished=False):
         with metrics.paused():
-            validate(validator, ema, sampler, requests)
+            validate(validator, parts.ema, sampler, requests)
 
     # 6. Loop: one optimizer step after the other
     requests.agree()  # a signal may have arrived during the set-up
@@ -185,35 +178,21 @@ def main(config: Config) -> int:
         while progress.step < training.steps and not requests.stop:
             progress.step += 1
 
-            # One optimizer step
+            # One optimizer step: forward, backward, clipping, update (parallel/step.py)
             batches = stream.next_step()  # local batches of tokens and labels (B, S)
-            num_batches = len(batches)
-            own_targets = to_device(count_targets(batches), device)
-            num_targets = mesh.sum_counts(own_targets)  # over all ranks
-            probes.before_step(batches)
-            loss = torch.zeros((), device=device)
-            for i, batch in enumerate(prefetch(batches, device)):
-                last_batch = i == num_batches - 1  # after it the gradients of the step are complete
-                loss += stages.forward_backward(batch, num_targets, scaler.scale, last_batch)
-                probes.after_backward(i, num_batches, num_targets)
-            scaler.unscale()
-            grad_norm = clip_gradients(
-                model_parts, training.max_norm, config.optimizer, device, stages.shared_params
+            loss, grad_norm, num_targets, lr = optimizer_step(
+                progress.step,
+                batches,
+                stream.step_samples,
+                parts,
+                probes,
+                checkpoint.wait_for_staging,  # a save may still be copying what an update changes
             )
-            scaler.judge(grad_norm)  # an overflow withholds the update and halves the scale
-            lr = schedule.set_lr(progress.step)
-            checkpoint.wait_for_staging()  # a save may still be copying what follows changes
-            guard.judge(progress.step, loss, grad_norm)  # may withhold the update of a bad step
-            probes.before_update()
-            optimizer.step()
-            probes.after_update()
-            ema.update()
-            optimizer.zero_grad()
             metrics.count_step(stream.step_tokens, num_targets)
 
             # After some steps: log, validate, save, stop. All ranks take the same branches
             agreed = requests.agree(
-                save=checkpoint.minutes_passed(), trouble=checkpoint.failed or guard.noticed
+                save=checkpoint.minutes_passed(), trouble=checkpoint.failed or parts.guard.noticed
             )
             finished = progress.step == training.steps
             last = finished or agreed.stop
@@ -223,7 +202,7 @@ def main(config: Config) -> int:
             if logs or validates or saves or agreed.trouble or checkpoint.unproven:
                 loss = mesh.sum_losses(loss)
                 # Here the host waits for the device: it reads the loss and the norm
-                outcome = guard.read(progress.step, loss, grad_norm)
+                outcome = parts.guard.read(progress.step, loss, grad_norm)
                 if outcome.diverged:
                     checkpoint.roll_back(outcome)  # raises Diverged, unless action = rollback
                     metrics.start()
@@ -239,7 +218,7 @@ def main(config: Config) -> int:
                 with metrics.paused():
                     held_out_loss = None
                     if validates:
-                        held_out_loss = validate(validator, ema, sampler, requests)
+                        held_out_loss = validate(validator, parts.ema, sampler, requests)
                     last = last or requests.stop  # a signal ends a validation
                     if checkpoint.due(progress.step, last or agreed.save):
                         checkpoint.save(progress.step, held_out_loss, wait=last)
@@ -275,112 +254,11 @@ def validate(
     return loss
 
 
-def adopt_model(config: Config) -> Config:
-    """With `model.flavor = from_checkpoint`: the keys of the model that the run begins with."""
-    if config.model.flavor != FROM_CHECKPOINT:
-        return config
-    from titanlite.tools.formats.adopt import adopt_checkpoint  # of a checkpoint in any format
-
-    return adopt_checkpoint(config)
-
-
-def prepared_folders(section: DataConfig, tokenizer: Tokenizer) -> list[Path]:
-    """The folder of each source's prepared data: from the launcher, once per node, or found here.
-
-    Text is prepared. Raises ConfigError with what is missing or damaged.
-    """
-    if LAUNCHED in os.environ:
-        return [Path(folder) for folder in json.loads(os.environ[LAUNCHED])]
-    folders = []
-    for part in section.parts():
-        folder = open_prepared(part)
-        if folder is None:
-            # Text is prepared by a tool; prepared data needs none
-            from titanlite.tools.prepare.cache import prepare
-
-            folder = prepare(part, tokenizer, logger.info)
-        folders.append(folder)
-    return folders
-
-
 def saved_names(config: Config) -> Callable[[str], bool]:
     """Which parameters a checkpoint holds: all, or with LoRA the adapters."""
     if config.lora.rank > 0:
         return is_adapter
     return every_name
-
-
-def frozen_fingerprint(config: Config) -> str:
-    """The fingerprint of the weights that adapters are added to; without adapters empty."""
-    if config.lora.rank == 0 or not config.checkpoint.initial_load:
-        return ""
-    from titanlite.tools.formats.adopt import fingerprint_of  # of a checkpoint in any format
-
-    path = Path(config.checkpoint.initial_load)
-    return broadcast_from_rank0(lambda: fingerprint_of(path))
-
-
-def load_initial_weights(
-    config: Config,
-    model_parts: list[Llama],
-    llama: LlamaConfig,
-    tokenizer: Tokenizer,
-    resumed: bool,
-) -> None:
-    """Weights of another run, or of a file in any format that `titanlite convert` reads, if
-    `checkpoint.initial_load` names one.
-
-    A resumed run has its weights from its checkpoint, but not those that adapters are added to.
-    """
-    adapted = config.lora.rank > 0
-    if adapted and not config.checkpoint.initial_load:
-        raise ConfigError(
-            f"lora.rank = {config.lora.rank}: adapters are added to a trained model; expected its "
-            "path in checkpoint.initial_load"
-        )
-    if config.checkpoint.initial_load and (adapted or not resumed):
-        from titanlite.tools.formats.load_weights import load_weights  # other formats
-
-        state = ModelState(model_parts, is_frozen if adapted else every_name)
-        load_weights(config.checkpoint, state, llama, tokenizer)
-
-
-def compare_with_plan(
-    config: Config, llama: LlamaConfig, device: torch.device, row: dict[str, Any]
-) -> str:
-    """Memory and speed as `titanlite plan` predicts them, beside those of a logged row.
-
-    Empty on a device that it does not know, and where the batch grows: a plan has one size.
-    """
-    if config.training.batch_ramp or not find_spec("titanlite.tools"):
-        return ""
-    from titanlite.tools.plan.check import comparison
-
-    return comparison(config, llama, dist.get_world_size(), device_name(device), row)
-
-
-def write_report(folder: Path) -> None:
-    """Rank 0 writes the report while the others wait: at the first exit, a launcher may end the
-    other processes.
-    """
-    if dist.get_rank() == 0 and find_spec("titanlite.tools"):
-        from titanlite.tools.report import page
-
-        page.write_report(folder)
-    broadcast(None, PATIENT)
-
-
-def write_export(config: Config, folder: Path, step: int) -> None:
-    """Rank 0 writes the model of a finished run in the format of `checkpoint.export`, if any.
-
-    The run has ended and its checkpoint is complete: an error is a warning.
-    """
-    if config.checkpoint.export != "none" and step >= config.training.steps:
-        if dist.get_rank() == 0 and find_spec("titanlite.tools"):
-            from titanlite.tools.formats.export_run import export_run
-
-            export_run(folder, config.checkpoint.export)
-        broadcast(None, PATIENT)
 
 
 def run(argv: list[str]) -> int:

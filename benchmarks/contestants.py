@@ -9,6 +9,7 @@ at a constant rate.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -17,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,25 +26,18 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from titanlite.config import schema as config_module
 from titanlite.config.load import load_config
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, ScheduleConfig
 from titanlite.data.order import dropout_keys
-from titanlite.data.rows import Batch, count_targets
-from titanlite.data.to_device import prefetch, to_device
+from titanlite.data.rows import Batch
 from titanlite.distributed import process_group
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.observe.step_times import StepTimes
-from titanlite.optim.clip import clip_grad_norm
-from titanlite.optim.loss_scale import LossScale
-from titanlite.optim.optimizer import build_optimizer
-from titanlite.optim.schedule import Schedule
-from titanlite.optim.stability import Guard
 from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.parallelize import build_model_parts
-from titanlite.parallel.stages import Stages
+from titanlite.parallel.step import Unmeasured, build_step_parts, optimizer_step
 from titanlite.rules.check import check_layout
 from titanlite.rules.compiled import reason_not_compiled
 from titanlite.runtime import phases
@@ -84,32 +77,24 @@ def make_batch(config: Config, device: torch.device, number: int) -> tuple[Tenso
 
 
 class Titanlite:
-    """The pieces of train.py, in its order."""
+    """The step of train.py (`parallel/step.py`)."""
 
     name = "titanlite"
 
     def __init__(self, arguments: list[str]) -> None:
         self.config, self.llama = configuration(arguments)
         self.device = process_group.start(self.config.run, self.config.comm, self.config.debug)
-        constant = config_module.ScheduleConfig(name="constant", warmup_steps=0)
         degrees = check_layout(self.config, self.llama, 1)
         self.config = resolve_dtype(self.config, self.llama, self.device)
+        constant = ScheduleConfig(name="constant", warmup_steps=0)
+        self.config = dataclasses.replace(self.config, schedule=constant)
         compiled = decide_compile(self.config, self.llama, degrees, self.device)
         mesh = Mesh(self.device.type, degrees, 600)
         with torch.device("meta"):
             model = Llama(self.llama, self.config.training.seq_len)
-        self.parts = build_model_parts(model, self.config, mesh, self.device, compiled)
-        self.stages = Stages(self.parts, self.config, mesh, self.device, compiled)
-        self.optimizer = build_optimizer(self.parts, self.config.optimizer)
-        self.schedule = Schedule(
-            self.optimizer, constant, self.config.optimizer.lr, self.config.training.steps
-        )
+        self.model_parts = build_model_parts(model, self.config, mesh, self.device, compiled)
+        self.parts = build_step_parts(self.model_parts, self.config, mesh, self.device, compiled)
         reason = reason_not_compiled(self.config, degrees, self.llama.dim, self.device.type)
-        stream: Any = SimpleNamespace(order=None, begun=0, samples=1)
-        self.scaler = LossScale(self.config.training, self.optimizer, self.device)
-        self.guard = Guard(
-            self.config.stability, stream, self.optimizer, self.scaler, mesh, self.device
-        )
         self.not_compiled = "" if compiled else reason or "no compiler"
         self.steps = 0
         self.times = StepTimes(self.config.metrics.step_times, self.device)
@@ -131,27 +116,17 @@ class Titanlite:
             samples = range(self.steps * len(tokens), (self.steps + 1) * len(tokens))
             keys = dropout_keys(self.config.run.seed, samples, tokens.shape[1])
             batch = batch._replace(dropout_keys=keys.to(tokens.device))
-        num_targets = count_targets([batch])
-        if tokens.device.type != self.device.type:
-            num_targets = to_device(num_targets, self.device)
-            (batch,) = prefetch([batch], self.device)
-        loss = self.stages.forward_backward(batch, num_targets, self.scaler.scale)
-        self.scaler.unscale()
-        norm = clip_grad_norm(
-            self.parts, self.config.training.max_norm, self.device, self.stages.shared_params
-        )
-        self.scaler.judge(norm)
+        samples = range(self.steps * len(tokens), (self.steps + 1) * len(tokens))
         self.steps += 1
-        self.schedule.set_lr(self.steps)
-        self.guard.judge(self.steps, loss, norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.guard.noticed:
-            raise RuntimeError(f"expected no bad step: {self.guard.read(self.steps, loss, norm)}")
+        result = optimizer_step(self.steps, [batch], samples, self.parts, Unmeasured())
+        guard = self.parts.guard
+        if guard.noticed:
+            outcome = guard.read(self.steps, result.loss, result.grad_norm)
+            raise RuntimeError(f"expected no bad step: {outcome}")
         if self.times.enabled and self.steps % self.config.metrics.log_freq == 0:
             mark_phase(Phase.START_TIMING)
             self.times.columns()
-        return loss
+        return result.loss
 
 
 def initial_weights(config: Config, llama: LlamaConfig, device: torch.device) -> Llama:

@@ -48,19 +48,18 @@ def main() -> None:
     parser.add_argument("config", nargs="*", default=CASES["25m, guarded"])
     options = parser.parse_args()
     trainer = Titanlite(options.config)
-    assert trainer.guard is not None
     steps, judged = list[float](), list[float]()
     updates: dict[bool, list[float]] = {True: [], False: []}  # with `found_inf`, and without
-    trainer.guard.judge = timed(trainer.guard.judge, judged)  # type: ignore[method-assign]
-    update = trainer.optimizer.step
+    trainer.parts.guard.judge = timed(trainer.parts.guard.judge, judged)  # type: ignore[method-assign]
+    update = trainer.parts.optimizer.step
 
     def alternate() -> None:
         guarded = trainer.steps % 2 == 0
         if not guarded:
-            del trainer.optimizer.found_inf  # type: ignore[attr-defined]
+            del trainer.parts.optimizer.found_inf  # type: ignore[attr-defined]
         timed(update, updates[guarded])()
 
-    trainer.optimizer.step = alternate  # type: ignore[method-assign, assignment]
+    trainer.parts.optimizer.step = alternate  # type: ignore[method-assign, assignment]
     step = timed(trainer.step, steps)
     for number in range(UNCOUNTED + options.steps):
         step(*make_batch(trainer.config, trainer.device, number))

@@ -70,7 +70,7 @@ def child(arguments: list[str]) -> dict[str, Any]:
         peaks.append(
             (torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB)
         )
-    parameters = sum(p.numel() for part in subject.parts for p in part.parameters())
+    parameters = sum(p.numel() for part in subject.model_parts for p in part.parameters())
     return {
         "parameters": parameters,
         "allocated": peaks[-1][0],

@@ -90,7 +90,7 @@ def ours(arguments: list[str], weights: Path, stressed: bool) -> Any:
     from contestants import Titanlite, initial_weights
 
     subject = Titanlite(arguments)
-    changed = [subject.parts[0]]
+    changed = [subject.model_parts[0]]
     if not weights.exists():  # drawn on the device: a GPU draws other numbers than a CPU
         changed.append(initial_weights(subject.config, subject.llama, subject.device))
     for model in changed if stressed else []:

@@ -22,10 +22,9 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import join_pretended_group
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
-from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.context_parallel import local_positions
 from titanlite.parallel.parallelize import assign_shard, split_and_parallelize
-from titanlite.parallel.stages import Stages
+from titanlite.parallel.step import build_step_parts
 from titanlite.rules.check import check_layout
 from titanlite.tools.plan.recorder import Call, Recorder
 from titanlite.tools.plan.trace import count_step, take_step
@@ -205,12 +204,11 @@ def calls_of_fsdp(options: list[str]) -> list[tuple[str, str]]:
     them; the names are the labels of a trace. The unit of the model itself is empty.
     """
     config, part, mesh = build(options)
-    stages = Stages([part], config, mesh, CPU)
-    optimizer = build_optimizer([part], config.optimizer, config.parallel.optimizer_offload)
-    take_step(config, stages, optimizer, CPU)
+    parts = build_step_parts([part], config, mesh, CPU, compiled=False)
+    take_step(config, parts)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
-        take_step(config, stages, optimizer, CPU)
+        take_step(config, parts)
     events = sorted((event.time_range.start, event.name) for event in profile.events() or ())
     return list(_calls(name for _, name in events if name.startswith("FSDP::")))
 

@@ -24,10 +24,9 @@ CPU, NAN = torch.device("cpu"), float("nan")
 def make_guard(dtype: str = "float32", scale: float = 1.0, **keys) -> Guard:
     """A guard of one parameter, whose steps have eight samples each."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.1, fused=True)
-    stream = SimpleNamespace(order=SimpleNamespace(number=int), begun=0, samples=8)
     scaler = LossScale(TrainingConfig(compute_dtype=dtype, loss_scale=scale), optimizer, CPU)
     mesh = SimpleNamespace(degrees={"tp": 1})
-    return Guard(StabilityConfig(**keys), stream, optimizer, scaler, mesh, CPU)
+    return Guard(StabilityConfig(**keys), optimizer, scaler, mesh, CPU)
 
 
 def make_float16_guard(scale: float, **keys) -> Guard:
@@ -158,7 +157,6 @@ def test_an_optimizer_that_would_ignore_the_flag_is_refused():
     with pytest.raises(ConfigError, match="RAdam cannot withhold an update"):
         Guard(
             StabilityConfig(action="skip"),
-            SimpleNamespace(),
             optimizer,
             SimpleNamespace(),
             SimpleNamespace(degrees={"tp": 1}),
@@ -177,7 +175,7 @@ def step(guard: Guard, number: int, loss: float, norm: float = 1.0) -> bool:
     (parameter,) = optimizer.param_groups[0]["params"]
     parameter.grad = torch.full((3,), norm)
     guard.scaler.judge(torch.tensor(norm))
-    guard.judge(number, torch.tensor(loss), torch.tensor(norm))
+    guard.judge(number, range(8), torch.tensor(loss), torch.tensor(norm))
     before = [
         tensor.detach().clone() for tensor in (parameter, *optimizer.state[parameter].values())
     ]

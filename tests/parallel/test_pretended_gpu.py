@@ -144,7 +144,7 @@ def one_step(guard: Path, config: Config, llama, device: torch.device = GPU) -> 
         progress, metrics = SimpleNamespace(step=0), SimpleNamespace(device=device)
         NoiseScale(MetricsConfig(), stages, scaler, progress)
         Activations(0, stages, metrics)
-        Guard(StabilityConfig(), mock.Mock(), optimizer, scaler, mesh, device)
+        Guard(StabilityConfig(), optimizer, scaler, mesh, device)
         for step in range(2):
             tokens = torch.zeros(2, config.training.seq_len, dtype=torch.long, device=device)
             batch = Batch(tokens, tokens, tokens if config.data.document_mask else None)
@@ -267,15 +267,12 @@ def withhold_an_offloaded_update(guard: Path) -> None:
         model = nn.Linear(3, 3)
         optimizer = build_optimizer([model], OptimizerConfig())
         scale = LossScale(TrainingConfig(compute_dtype="float16"), optimizer, GPU)
-        stream, mesh, empty = (
-            mock.Mock(begun=0, samples=2, order=mock.Mock(number=int)),
-            mock.Mock(degrees={"tp": 1}),
-            torch.empty,
-        )
+        mesh = mock.Mock(degrees={"tp": 1})
+        empty = torch.empty
         with mock.patch.object(
             torch, "empty", lambda *size, pin_memory=False, **keys: empty(*size, **keys)
         ):
-            bad_steps = Guard(StabilityConfig("skip"), stream, optimizer, scale, mesh, GPU)
+            bad_steps = Guard(StabilityConfig("skip"), optimizer, scale, mesh, GPU)
         for step in range(2):
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
@@ -284,7 +281,7 @@ def withhold_an_offloaded_update(guard: Path) -> None:
             scale.judge(norm)
             assert optimizer.found_inf.device.type == "cpu"
             with mock.patch.object(bad_steps, "send") as send:
-                bad_steps.judge(step, torch.ones((), device=GPU), norm)
+                bad_steps.judge(step, range(2), torch.ones((), device=GPU), norm)
             assert send.call_args.args[3].device == GPU
             assert optimizer.found_inf.device.type == "cpu"
             optimizer.step()

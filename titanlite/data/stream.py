@@ -85,6 +85,13 @@ class TrainStream:
         self.seconds += time.perf_counter() - started
         return batches
 
+    @property
+    def step_samples(self) -> range:
+        """From the first to the last sample number of the current step, of all ranks."""
+        first = self.order.number(self.begun)
+        last = self.order.number(self.samples - 1)
+        return range(first, last + 1)
+
     def samples_after(self, steps: int) -> int:
         """The number of samples that all ranks will have used after so many more steps."""
         return samples_after(self.training, self.samples, steps)

@@ -42,7 +42,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import StabilityConfig
-from titanlite.data.stream import TrainStream
 from titanlite.distributed.mesh import Mesh
 from titanlite.optim.found_inf import require_withholding, withhold
 from titanlite.optim.loss_scale import LossScale
@@ -137,7 +136,6 @@ class Guard:
     def __init__(
         self,
         config: StabilityConfig,
-        stream: TrainStream,
         optimizer: torch.optim.Optimizer,
         scaler: LossScale,
         mesh: Mesh,
@@ -148,7 +146,6 @@ class Guard:
         if self.enabled:
             require_withholding(optimizer, "[stability]")
         self.config = config
-        self.stream = stream
         self.optimizer = optimizer
         self.scaler = scaler
         self.device = device
@@ -185,12 +182,12 @@ class Guard:
             self.counts.copy_(state["counts"])
 
     @torch.no_grad()
-    def judge(self, step: int, loss: Tensor, grad_norm: Tensor) -> None:
+    def judge(self, step: int, samples: range, loss: Tensor, grad_norm: Tensor) -> None:
         """Withholds the update of this step if it is bad. All ranks call it before
         `optimizer.step()`, and after `scaler.judge`.
 
-        `loss`: this rank's part of the loss; `grad_norm`: of the whole gradient. Both are scalars
-        on the device.
+        `samples`: the numbers of the step's samples; `loss`: this rank's part of the loss;
+        `grad_norm`: of the whole gradient. The last two are scalars on the device.
         """
         if not self.enabled:
             return
@@ -200,10 +197,7 @@ class Guard:
         measured = torch.stack([total.float(), grad_norm.float()])
         numbers, withheld = self.decide(step, measured, self.scaler.tolerated)
         withhold(self.optimizer, withheld)
-        order = self.stream.order
-        first = order.number(self.stream.begun)
-        last = order.number(self.stream.samples - 1)
-        self.send(step, first, last + 1, numbers)
+        self.send(step, samples.start, samples.stop, numbers)
 
     def decide(self, step: int, measured: Tensor, overflow: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers of a `Verdict` from `kind` on, (7,), and whether the update is withheld.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import train
 from titanlite.config.schema import Config
+from titanlite.distributed import process_group
 from titanlite.distributed.dtensor import local_part
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import clone_default_store
@@ -21,7 +22,7 @@ from titanlite.model.flavors import LlamaConfig
 from titanlite.parallel.parallelize import assign_shard
 from titanlite.runtime.phases import Phase, add_listener
 from titanlite.tools.explain import step
-from titanlite.tools.plan.trace import build_parts, build_program
+from titanlite.tools.plan.trace import build_parts, build_step
 
 # Methods of a group -> kind, and which argument has the whole tensor
 METHODS = {
@@ -99,6 +100,8 @@ def use_logged_group() -> None:
     dist.destroy_process_group()
     dist.Backend.register_backend("logged", LoggedGroup, devices=["cpu"])
     dist.init_process_group("logged", store=store, rank=rank, world_size=size)
+    # The one before ended with the process group
+    process_group._checkpoint_group = dist.new_group(backend="gloo")
 
 
 def log_run(argv: list[str]) -> list[list[tuple[str, tuple[int, ...], int]]]:
@@ -135,12 +138,12 @@ def record_logged(
     seen: list[tuple[str, tuple[int, ...], int]] = []
     step.take_step = lambda *args: take_logged(*args) if args[-1] else take_step(*args)
     mesh = Mesh("cpu", degrees, 60)
-    parts = build_parts(config, llama, mesh)
-    program = build_program(parts, [], config, mesh, torch.device("cpu"), initialised=True)
-    recorded = step.record(config, llama, mesh, program, real=True)
+    model_parts = build_parts(config, llama, mesh)
+    parts = build_step(model_parts, config, mesh, torch.device("cpu"), initialised=True)
+    recorded = step.record(config, llama, parts, real=True)
     rows = {}
     with torch.no_grad():
-        for part in parts:
+        for part in model_parts:
             for name, parameter in part.named_parameters():
                 numbers = torch.arange(parameter.shape[0], dtype=torch.float32)
                 while numbers.ndim < parameter.ndim:

@@ -29,7 +29,7 @@ def made(rank: int) -> Lane:
                 tensor=f"</script><b>tensor</b> {number}",
                 why="because",
                 cause="b.py:2",
-                train_line="train.py:3",
+                loop_line="train.py:3",
                 behind="nothing: what follows needs the result",
             )
         )

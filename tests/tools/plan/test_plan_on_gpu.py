@@ -11,9 +11,8 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.observe.memory import peak_memory_gib
-from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.parallelize import build_model_parts
-from titanlite.parallel.stages import Stages
+from titanlite.parallel.step import build_step_parts
 from titanlite.rules.check import check_layout
 from titanlite.tools.plan.advice import GIB
 from titanlite.tools.plan.check import machine_of
@@ -43,10 +42,9 @@ def peak(config: Config, llama: LlamaConfig, degrees: dict[str, int], compiled: 
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
     parts = build_model_parts(model, config, mesh, device, compiled)
-    stages = Stages(parts, config, mesh, device, compiled)
-    optimizer = build_optimizer(parts, config.optimizer)
+    step_parts = build_step_parts(parts, config, mesh, device, compiled)
     for _ in range(3):
-        take_step(config, stages, optimizer, device)
+        take_step(config, step_parts)
     return peak_memory_gib(device)
 
 

@@ -67,7 +67,7 @@ class Event:
     tensor: str = ""
     why: str = ""
     cause: str = ""  # the line of ours that set it up: file:number
-    train_line: str = ""  # of train.py, from which it was called
+    loop_line: str = ""  # the line of the step, or of train.py, that called it
     behind: str = ""  # the computation that it could overlap with
     hidden_flops: int = 0  # of that
 

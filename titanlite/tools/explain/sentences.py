@@ -22,17 +22,18 @@ ROOT = Path(__file__).parents[3]
 FSDP = "titanlite/parallel/fsdp.py"
 TENSOR_PARALLEL = "titanlite/parallel/tensor_parallel.py"
 CONTEXT_PARALLEL = "titanlite/parallel/context_parallel.py"
-# Part of a step -> the line of train.py that calls it
-TRAIN_LINES = {
-    "data": "num_targets = mesh.sum_counts(own_targets)",
-    "forward": "loss += stages.forward_backward(",
-    "backward": "loss += stages.forward_backward(",
-    "gradient sum": "loss += stages.forward_backward(",
-    "clip": "grad_norm = clip_gradients(",
-    "update": "optimizer.step()",
-    "agreement": "agreed = requests.agree(",
-    "loss": "loss = mesh.sum_losses(loss)",
-    "metrics": "row = metrics.log(",
+STEP = "titanlite/parallel/step.py"
+# Part of a step -> the line of the step, or of train.py after it, that calls it
+LOOP_LINES = {
+    "data": (STEP, "num_targets = stages.mesh.sum_counts(own_targets)"),
+    "forward": (STEP, "loss += stages.forward_backward("),
+    "backward": (STEP, "loss += stages.forward_backward("),
+    "gradient sum": (STEP, "loss += stages.forward_backward("),
+    "clip": (STEP, "grad_norm = clip_gradients("),
+    "update": (STEP, "parts.optimizer.step()"),
+    "agreement": ("train.py", "agreed = requests.agree("),
+    "loss": ("train.py", "loss = mesh.sum_losses(loss)"),
+    "metrics": ("train.py", "row = metrics.log("),
 }
 # The three all-reduces of a loss over a divided vocabulary, in their order
 LOSS = (
@@ -69,8 +70,8 @@ def explained(
         tensor, why, cause = _said(event, found, stored)
         if tied and event.axis == "tp" and event.place.module == "output":
             cause = line_of(TENSOR_PARALLEL, 'plan["output"] = PrepareModuleInputOutput(')
-        train = line_of("train.py", TRAIN_LINES[event.place.phase])
-        event = dataclasses.replace(event, tensor=tensor, why=why, cause=cause, train_line=train)
+        called = line_of(*LOOP_LINES[event.place.phase])
+        event = dataclasses.replace(event, tensor=tensor, why=why, cause=cause, loop_line=called)
         found.append(event)
     return tuple(_with_overlap(event, i, found) for i, event in enumerate(found))
 

@@ -78,7 +78,7 @@ def event_lines(lane: Lane) -> list[str]:
         return ["No collectives: one process has everything"]
     lines = [
         "Collectives in order. Below each: what this rank gives, why, and three lines of code:",
-        "the one that asks for it < the one that runs < the one of train.py.",
+        "the one that asks for it < the one that runs < the one of the step or of train.py.",
         "(as 7): all this is as at 7.",
         f"  {'':>4} {'phase':13} {'kind':15} {'axis':12} bytes",
     ]
@@ -129,8 +129,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def lines_of(event: Event) -> list[str]:
-    """The cause, the line that ran, and the line of train.py, each once."""
-    return list(dict.fromkeys([event.cause, event.place.line, event.train_line]))
+    """The cause, the line that ran, and the line of the step, each once."""
+    return list(dict.fromkeys([event.cause, event.place.line, event.loop_line]))
 
 
 def total_lines(lane: Lane) -> list[str]:

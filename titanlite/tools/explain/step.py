@@ -1,8 +1,8 @@
 """Runs one step as train.py does, and records it.
 
-What it is: the calls of train.py's loop, in its order, on a model that `build_program` of
-`titanlite plan` has built. On real ranks it has the weights of a run that begins, random tokens,
-and numbers; on a pretended rank, tensors have only shapes.
+What it is: the step of train.py (`parallel/step.py`), and what train.py sends when it logs one, on
+a model that `build_step` of `titanlite plan` has built. On real ranks it has the weights of a run
+that begins, random tokens, and numbers; on a pretended rank, tensors have only shapes.
 Why it is here: plan's own step leaves out what a step does only if it is logged, and what the hosts
 agree on. This one leaves out nothing that communicates.
 What it costs: on two cores a second for a small model, after the start of the processes.
@@ -19,21 +19,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config
-from titanlite.data.rows import Batch, count_targets
+from titanlite.data.rows import Batch
 from titanlite.distributed.agreement import bitwise_or
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import join_pretended_group, pretended_tensors
 from titanlite.model.flavors import LlamaConfig
 from titanlite.observe.ranks import Ranks
-from titanlite.optim.clip import clip_gradients
+from titanlite.parallel.step import StepParts, Unmeasured, optimizer_step
 from titanlite.rules.degrees import num_processes
 from titanlite.tools.explain.event_recorder import EventRecorder
 from titanlite.tools.explain.events import Event
 from titanlite.tools.explain.module_path import ModulePath
 from titanlite.tools.plan.trace import (
-    Program,
     build_parts,
-    build_program,
+    build_step,
     local_zeros,
     watch,
 )
@@ -68,48 +67,47 @@ def record_real(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> 
     """Of this rank of a process group that exists; all ranks call it."""
     mesh = Mesh("cpu", degrees, config.comm.group_timeout_seconds)
     config = _eager(config)
-    parts = build_parts(config, llama, mesh)
-    device = torch.device("cpu")
-    program = build_program(parts, config, mesh, device, initialised=True)
-    return record(config, llama, mesh, program, real=True)
+    model_parts = build_parts(config, llama, mesh)
+    parts = build_step(model_parts, config, mesh, torch.device("cpu"), initialised=True)
+    return record(config, llama, parts, real=True)
 
 
 def record_pretended(
     config: Config, llama: LlamaConfig, degrees: dict[str, int], rank: int
 ) -> Recorded:
-    """Of a rank whose other ranks do not exist."""
+    """Records a rank whose other ranks do not exist."""
     join_pretended_group(rank, num_processes(degrees))
     mesh = Mesh("cpu", degrees, config.comm.group_timeout_seconds)
     config = _eager(config)
-    parts = build_parts(config, llama, mesh)
+    model_parts = build_parts(config, llama, mesh)
     with pretended_tensors():
-        program = build_program(parts, config, mesh, torch.device("cpu"))
-        return record(config, llama, mesh, program, real=False)
+        parts = build_step(model_parts, config, mesh, torch.device("cpu"))
+        return record(config, llama, parts, real=False)
 
 
 def _eager(config: Config) -> Config:
     return dataclasses.replace(config, compile=dataclasses.replace(config.compile, loss="false"))
 
 
-def record(
-    config: Config, llama: LlamaConfig, mesh: Mesh, program: Program, real: bool
-) -> Recorded:
+def record(config: Config, llama: LlamaConfig, parts: StepParts, real: bool) -> Recorded:
     """Runs a step and returns what was recorded.
 
     The second one: in the first the stages of a pipeline send each other additional messages, and
     receive activations into tensors that have no gradient yet, as messages of the backward do.
     """
+    mesh = parts.stages.mesh
+    model_parts = parts.stages.model_parts
     recorder = EventRecorder(
-        mesh, llama.vocab_size // mesh["tp"].size(), ModulePath(program.parts), values=real
+        mesh, llama.vocab_size // mesh["tp"].size(), ModulePath(model_parts), values=real
     )
-    watch(program, recorder)
+    watch(parts, recorder)
     batches = _batches(config, llama, mesh, real)
     if real:
-        take_step(config, program, batches, None)
+        take_step(parts, batches, None)
     elif mesh["pp"].size() > 1:
-        take_step(config, program, batches[-1:], None)
+        take_step(parts, batches[-1:], None)
     with recorder:
-        take_step(config, program, batches, recorder)
+        take_step(parts, batches, recorder)
     coordinates = {axis: mesh[axis].get_local_rank() for axis in mesh.degrees}
     return Recorded(
         dist.get_rank(),
@@ -119,7 +117,7 @@ def record(
         recorder.step_peak,
         [
             _stored(name, parameter)
-            for part in program.parts
+            for part in model_parts
             for name, parameter in part.named_parameters()
         ],
     )
@@ -137,53 +135,64 @@ def _batches(config: Config, llama: LlamaConfig, mesh: Mesh, real: bool) -> list
     return [take_rows(whole, row, row + training.local_batch_size) for row in starts]
 
 
-def take_step(
-    config: Config, program: Program, batches: list[Batch], recorder: EventRecorder | None
-) -> float:
-    """The loop of train.py, once, with what it sends in a step that is logged.
+class _Phases(Unmeasured):
+    """Tells a recorder which part of the step begins.
+
+    `numbers`: of the local batches that run, in order; `times`: how often the first one counts.
+    """
+
+    def __init__(self, recorder: EventRecorder, numbers: list[int], times: int) -> None:
+        self.recorder = recorder
+        self.numbers = numbers
+        self.times = times
+
+    def before_step(self, batches: list[Batch]) -> None:
+        self._forward(0)
+
+    def after_backward(self, i: int, num_batches: int, num_targets: Tensor) -> None:
+        if i + 1 < num_batches:
+            self._forward(i + 1)
+        else:
+            self.recorder.begins("clip", -1, 1)
+
+    def before_update(self) -> None:
+        self.recorder.begins("update", -1, 1)
+
+    def _forward(self, i: int) -> None:
+        is_last = i == len(self.numbers) - 1
+        self.recorder.begins("forward", self.numbers[i], 1 if is_last else self.times)
+
+
+def take_step(parts: StepParts, batches: list[Batch], recorder: EventRecorder | None) -> float:
+    """The step of train.py, with what it sends when it is logged; returns the loss.
 
     Of several local batches a pretended rank runs the first, which stands for all before the last,
     and the last.
     """
-    stages = program.stages
-    mesh = stages.mesh
-    device = torch.device("cpu")
+    mesh = parts.stages.mesh
+    numbers = list(range(len(batches)))
+    times = 1
+    if recorder is not None and not recorder.values and len(batches) > 2:
+        times = len(batches) - 1
+        numbers = [0, len(batches) - 1]
+    measures = Unmeasured()
+    if recorder is not None:
+        measures = _Phases(recorder, numbers, times)
 
-    def begins(phase: str, local_batch: int = -1, times: int = 1) -> None:
+    def begins(phase: str) -> None:
         if recorder is not None:
-            recorder.begins(phase, local_batch, times)
+            recorder.begins(phase, -1, 1)
 
     begins("data")
-    num_targets = mesh.sum_counts(count_targets(batches))
-    loss = torch.zeros((), device=device)
-    runs = list(enumerate(batches))
-    times = 1
-    if recorder is not None and not recorder.values and len(runs) > 2:
-        times = len(runs) - 1
-        runs = [runs[0], runs[-1]]
-    for i, batch in runs:
-        last = i == len(batches) - 1
-        begins("forward", i, 1 if last else times)
-        loss += stages.forward_backward(batch, num_targets, 1.0, last)
-    begins("clip")
-    clip_gradients(
-        stages.model_parts,
-        config.training.max_norm,
-        config.optimizer,
-        device,
-        stages.shared_params,
-    )
-    begins("update")
-    program.optimizer.step()
-    program.ema.update()
-    program.optimizer.zero_grad()
+    samples = range(len(batches) * len(batches[0].tokens) * mesh.data_size)
+    result = optimizer_step(1, [batches[i] for i in numbers], samples, parts, measures)
     begins("agreement")
     bitwise_or(0)
     begins("loss")
-    value = float(mesh.sum_losses(loss))
+    loss = float(mesh.sum_losses(result.loss))
     begins("metrics")
-    Ranks(device).columns(work=0.0, memory=0.0)
-    return value
+    Ranks(parts.device).columns(work=0.0, memory=0.0)
+    return loss
 
 
 def _stored(name: str, parameter: Tensor) -> Stored:

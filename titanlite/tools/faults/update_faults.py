@@ -16,12 +16,12 @@ from titanlite.distributed.dtensor import local_gradient
 from titanlite.model.llama import Llama
 from titanlite.optim import muon
 from titanlite.optim.loss_scale import LossScale
+from titanlite.parallel import step
 from titanlite.tools.faults.fault import Fault, replaced
-from titanlite.tools.verify import compare
 
 
 def clipped_by_local_norm() -> AbstractContextManager[None]:
-    original = compare.clip_gradients
+    original = step.clip_gradients
 
     def clip_gradients(parts: Sequence[Llama], max_norm: float, *others: Any) -> Tensor:
         norm = original(parts, 0.0, *others)  # measured over all ranks, and not clipped
@@ -31,7 +31,7 @@ def clipped_by_local_norm() -> AbstractContextManager[None]:
             gradient.mul_((max_norm / own).clamp(max=1))
         return norm
 
-    return replaced(compare, "clip_gradients", clip_gradients)
+    return replaced(step, "clip_gradients", clip_gradients)
 
 
 def gradients_keep_their_scale() -> AbstractContextManager[None]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.schema import Config
-from titanlite.data.rows import Batch, count_targets
+from titanlite.data.rows import Batch
 from titanlite.distributed.dtensor import local_part
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import (
@@ -37,12 +37,9 @@ from titanlite.distributed.torch_private import (
 )
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
-from titanlite.optim.clip import clip_gradients
-from titanlite.optim.ema import WeightEMA
-from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.parallelize import assign_shard, split_and_parallelize
 from titanlite.parallel.stage_split import stage_indices, stage_modules
-from titanlite.parallel.stages import Stages
+from titanlite.parallel.step import StepParts, Unmeasured, build_step_parts, optimizer_step
 from titanlite.rules.degrees import local_batches, num_processes
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.plan.counts import Collective, Memory, Product, RankCounts, StepCounts
@@ -178,15 +175,6 @@ def trace_rank(
     return found
 
 
-class Program(NamedTuple):
-    """What a step needs of a run: this rank's part of the model, and what changes it."""
-
-    parts: list[Llama]
-    stages: Stages
-    optimizer: torch.optim.Optimizer
-    ema: WeightEMA
-
-
 def build_parts(config: Config, llama: LlamaConfig, mesh: Mesh) -> list[Llama]:
     """This rank's parts of the model, parallelised, on the meta device. Blocks run eagerly."""
     hide_shape_inference()
@@ -195,35 +183,33 @@ def build_parts(config: Config, llama: LlamaConfig, mesh: Mesh) -> list[Llama]:
     return split_and_parallelize(model, config, mesh, compiled=False)
 
 
-def build_program(
-    parts: list[Llama],
+def build_step(
+    model_parts: list[Llama],
     config: Config,
     mesh: Mesh,
     device: torch.device,
     initialised: bool = False,
-) -> Program:
-    """Gives the parts memory, and the optimizer its states.
+) -> StepParts:
+    """Gives the parts of the model memory, and the optimizer its states.
 
     `initialised`: with the weights of a run that begins; else with memory whose values are any.
     """
-    for part in parts:
+    for part in model_parts:
         part.to_empty(device=device)
         if initialised:
             part.init_weights(config.run.seed, assign_shard, device)
         part.reset_rope(device)
-    stages = Stages(parts, config, mesh, device)
-    optimizer = build_optimizer(parts, config.optimizer, config.parallel.optimizer_offload)
-    _make_states(parts, optimizer)
-    ema = WeightEMA(config.ema, parts, optimizer)
-    return Program(parts, stages, optimizer, ema)
+    parts = build_step_parts(model_parts, config, mesh, device, compiled=False)
+    _make_states(model_parts, parts.optimizer)
+    return parts
 
 
-def watch(program: Program, recorder: Recorder) -> None:
+def watch(parts: StepParts, recorder: Recorder) -> None:
     """What the recorder must know before the step."""
-    recorder.register_model(program.parts)
-    recorder.register(_state_tensors(program.optimizer), "optimizer")
-    recorder.register(program.ema.averages, "optimizer")
-    for part in program.parts:
+    recorder.register_model(parts.stages.model_parts)
+    recorder.register(_state_tensors(parts.optimizer), "optimizer")
+    recorder.register(parts.ema.averages, "optimizer")
+    for part in parts.stages.model_parts:
         _mark_middle(part, recorder)
 
 
@@ -242,53 +228,48 @@ def count_step(
     """
     device = torch.device("cpu")
     config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, loss="false"))
-    parts = build_parts(config, llama, mesh)
+    model_parts = build_parts(config, llama, mesh)
     with pretended_tensors() if pretended else contextlib.nullcontext():
-        program = build_program(parts, config, mesh, device)
+        parts = build_step(model_parts, config, mesh, device)
         recorder = make(mesh, llama.vocab_size // mesh["tp"].size())
-        watch(program, recorder)
+        watch(parts, recorder)
         if not pretended:
-            take_step(config, program.stages, program.optimizer, device)
+            take_step(config, parts)
         with recorder:
-            take_step(config, program.stages, program.optimizer, device, recorder)
-            program.ema.update()
+            take_step(config, parts, recorder)
         numbers = recorder.numbers()
-        for part in program.parts:
+        for part in model_parts:
             for parameter in part.parameters():
                 numbers["parameters",] += local_part(parameter).numel()
     return numbers
 
 
-def take_step(
-    config: Config,
-    stages: Stages,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    recorder: Recorder | None = None,
-) -> None:
-    """An optimizer step on local batches of zeros, as in train.py: all of them, or with a recorder
-    at most three, of which the second stands for all between the first and the last.
+class _Times(Unmeasured):
+    """Tells a recorder how often each of at most three local batches counts."""
+
+    def __init__(self, recorder: Recorder, number: int) -> None:
+        """`number`: local batches of the step, of which the second stands for all in the middle."""
+        self.recorder = recorder
+        self.number = number
+
+    def after_backward(self, i: int, num_batches: int, num_targets: Tensor) -> None:
+        following_is_middle = i + 1 < num_batches - 1
+        self.recorder.times = self.number - 2 if following_is_middle else 1
+
+
+def take_step(config: Config, parts: StepParts, recorder: Recorder | None = None) -> None:
+    """The step of train.py on local batches of zeros: all of them, or with a recorder at most
+    three, of which the second stands for all between the first and the last.
     """
-    mesh = stages.mesh
-    number = local_batches(config.training, mesh.degrees)
-    batches = [local_zeros(config, device) for _ in range(min(number, 3) if recorder else number)]
-    num_targets = mesh.sum_counts(count_targets(batches))
-    for i, batch in enumerate(batches):
-        last = i == len(batches) - 1
-        if recorder:
-            recorder.times = number - 2 if i > 0 and not last else 1
-        stages.forward_backward(batch, num_targets, 1.0, last)
+    number = local_batches(config.training, parts.stages.mesh.degrees)
+    measures = Unmeasured()
+    shown = number
     if recorder:
-        recorder.times = 1
-    clip_gradients(
-        stages.model_parts,
-        config.training.max_norm,
-        config.optimizer,
-        device,
-        stages.shared_params,
-    )
-    optimizer.step()
-    optimizer.zero_grad()
+        measures = _Times(recorder, number)
+        shown = min(number, 3)
+    batches = [local_zeros(config, parts.device) for _ in range(shown)]
+    samples = range(config.training.global_batch_size)
+    optimizer_step(1, batches, samples, parts, measures)
 
 
 def _make_states(parts: Iterable[Llama], optimizer: torch.optim.Optimizer) -> None:

@@ -3,7 +3,7 @@
 What it is: `reference` trains the plain model in one process, with a plain PyTorch loop that uses
 nothing of `parallel/` (but the rounding of `float8.enabled`), `optim/clip.py` or `optim/loss.py`.
 With `data.document_mask` it computes each document alone, without a mask and without positions.
-`measure` trains in a layout, built from the parts that train.py is built from, and compares the
+`measure` takes the steps of train.py (`parallel/step.py`) in a layout, and compares the
 loss and the gradient norm of each step, each parameter's full gradient at the first step, and the
 parameters after the last step. It also fails if anything is compiled after the second step.
 Why it is here: a mistake in parallel code often changes the numbers only slightly. The data makes
@@ -15,6 +15,7 @@ What it costs: 5 steps in one process, once, and 5 steps in each layout.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import zlib
@@ -29,23 +30,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.config.schema import Config, DebugConfig
+from titanlite.config.schema import Config, DebugConfig, ScheduleConfig
 from titanlite.data.order import dropout_keys
-from titanlite.data.rows import IGNORED, Batch, count_targets
+from titanlite.data.rows import IGNORED, Batch
 from titanlite.distributed import process_group
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import num_compiled_graphs
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
-from titanlite.optim.clip import clip_gradients
-from titanlite.optim.ema import WeightEMA
 from titanlite.optim.loss_scale import LossScale
-from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.float8 import apply_float8
 from titanlite.parallel.lora import apply_dropout, apply_lora
 from titanlite.parallel.parallelize import assign_shard, build_model_parts, freeze
-from titanlite.parallel.stages import Stages
+from titanlite.parallel.step import Unmeasured, build_step_parts, optimizer_step
 from titanlite.rules.check import check_layout
 from titanlite.rules.compiled import compiles_loss
 from titanlite.tools.verify.updates import Updates, clip
@@ -211,19 +209,19 @@ def measure_steps(config: Config, llama: LlamaConfig, path: Path) -> Differences
     training = config.training
     degrees = check_layout(config, llama, dist.get_world_size())
     config = resolve_dtype(config, llama, device)
+    constant = ScheduleConfig(name="constant", warmup_steps=0)
+    config = dataclasses.replace(config, schedule=constant)
     compiled = decide_compile(config, llama, degrees, device)
     mesh = Mesh(device.type, degrees, config.comm.timeout_seconds)
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
-    parts = build_model_parts(model, config, mesh, device, compiled)
-    fill_zeros(parts)
-    stages = Stages(parts, config, mesh, device, compiled)
-    optimizer = build_optimizer(parts, config.optimizer, config.parallel.optimizer_offload)
-    scaler = LossScale(training, optimizer, device)
-    ema = WeightEMA(config.ema, parts, optimizer)
-    ema.start()
+    model_parts = build_model_parts(model, config, mesh, device, compiled)
+    fill_zeros(model_parts)
+    parts = build_step_parts(model_parts, config, mesh, device, compiled)
+    parts.ema.start()
     expected = torch.load(path, map_location="cpu", mmap=True)
     differences = Differences()
+    first_gradients = FirstGradients(model_parts, parts.scaler, expected["gradient"])
     graphs: list[int] = []
     compiles = compiled or compiles_loss(config.compile, compiled, device.type)
     for step in range(STEPS):
@@ -232,40 +230,46 @@ def measure_steps(config: Config, llama: LlamaConfig, path: Path) -> Differences
         # Local batches are dealt out to the data-parallel ranks in turn
         first_rows = range(mesh.data_rank * size, len(global_batch.tokens), mesh.data_size * size)
         batches = [take_rows(global_batch, row, row + size) for row in first_rows]
-        num_targets = mesh.sum_counts(count_targets(batches).to(device))
-        loss = torch.zeros((), device=device)
-        for i, batch in enumerate(batches):
-            batch = batch.apply(lambda tensor: tensor.to(device))
-            last = i == len(batches) - 1
-            loss += stages.forward_backward(batch, num_targets, scaler.scale, last)
-        if step == 0:
-            # A generator: a list would keep these gradients in memory until the end
-            gradients = trained_gradients(parts)
-            scale = float(scaler.scale)  # the gradients still have it
-            differences.gradient = largest_difference(gradients, expected["gradient"], scale)
-        scaler.unscale()
-        norm = clip_gradients(
-            parts, training.max_norm, config.optimizer, device, stages.shared_params
-        )
-        scaler.judge(norm)
-        loss = mesh.sum_losses(loss)
+        samples = range(step * len(global_batch.tokens), (step + 1) * len(global_batch.tokens))
+        measures = first_gradients if step == 0 else Unmeasured()
+        result = optimizer_step(step + 1, batches, samples, parts, measures)
+        loss = mesh.sum_losses(result.loss)
         differences.loss.append(abs(float(loss) / expected["loss"][step] - 1))
-        differences.grad_norm.append(abs(float(norm) / expected["grad_norm"][step] - 1))
-        optimizer.step()
-        ema.update()
-        optimizer.zero_grad()
+        norm_ratio = float(result.grad_norm) / expected["grad_norm"][step]
+        differences.grad_norm.append(abs(norm_ratio - 1))
         graphs.append(num_compiled_graphs() if compiles else 0)
+    differences.gradient = first_gradients.difference
     if graphs[-1] > graphs[1]:
         raise RuntimeError(
             f"compiled {graphs[-1] - graphs[1]} graphs after the second step; expected none"
         )
-    parameters = [named for part in parts for named in part.named_parameters()]
+    parameters = [named for part in model_parts for named in part.named_parameters()]
     differences.parameters = largest_difference(parameters, expected["parameters"])
+    ema = parts.ema
     if ema.enabled:
         averages = zip(ema.names, ema.averages, strict=True)
         difference = largest_difference(averages, expected["averages"])
         differences.parameters = larger(differences.parameters, difference)
     return differences
+
+
+class FirstGradients(Unmeasured):
+    """Compares the gradients of a step, before they are clipped, with those expected."""
+
+    def __init__(
+        self, model_parts: Sequence[nn.Module], scaler: LossScale, expected: dict[str, Tensor]
+    ) -> None:
+        self.model_parts = model_parts
+        self.scaler = scaler
+        self.expected = expected
+        self.difference = math.nan
+
+    def after_backward(self, i: int, num_batches: int, num_targets: Tensor) -> None:
+        if i == num_batches - 1:
+            # A generator: a list would keep these gradients in memory until the end
+            gradients = trained_gradients(self.model_parts)
+            scale = float(self.scaler.scale)  # the gradients still have it
+            self.difference = largest_difference(gradients, self.expected, scale)
 
 
 def trained_gradients(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor | None]]:

@@ -104,7 +104,7 @@ function detailRows(event) {
     ["Parameters", place.parameters.join(", ") || "none"],
     ["Asked for in", event.cause],
     ["Called in", place.line],
-    ["In train.py", event.train_line],
+    ["In the step", event.loop_line],
     ["Could overlap with", event.behind],
   ];
 }

@@ -1,0 +1,153 @@
+"""One optimizer step: what train.py runs, `titanlite verify` compares, and the benchmarks time.
+
+What it is: `optimizer_step` takes this rank's local batches of a step through forward and
+backward, clips, updates the weights and clears the gradients. `StepParts` is what it computes with
+and what it changes.
+Why it is here: a comparison proves the step that it runs. So there is one, and everything that
+takes a step calls it.
+What it costs: nothing beside the parts, whose files say what each costs. The host waits for no
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from titanlite.config.schema import Config, OptimizerConfig
+from titanlite.data.rows import Batch, count_targets
+from titanlite.data.to_device import prefetch, to_device
+from titanlite.distributed.mesh import Mesh
+from titanlite.optim.clip import clip_gradients
+from titanlite.optim.ema import WeightEMA
+from titanlite.optim.loss_scale import LossScale
+from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.schedule import Schedule
+from titanlite.optim.stability import Guard
+from titanlite.parallel.stages import Stages
+
+if TYPE_CHECKING:
+    from titanlite.model.llama import Llama
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What an optimizer step computes with, and what it changes. Parts that are off do nothing."""
+
+    device: torch.device
+    max_norm: float  # training.max_norm
+    options: OptimizerConfig
+    stages: Stages  # forward and backward of this rank's parts of the model
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    scaler: LossScale  # for float16
+    guard: Guard  # for bad steps
+    ema: WeightEMA
+
+
+def build_step_parts(
+    model_parts: list[Llama], config: Config, mesh: Mesh, device: torch.device, compiled: bool
+) -> StepParts:
+    """Builds what a step needs around the parts of the model, which `build_model_parts` made.
+
+    `compiled`: whether their blocks are.
+    """
+    optimizer = build_optimizer(model_parts, config.optimizer, config.parallel.optimizer_offload)
+    scaler = LossScale(config.training, optimizer, device)
+    return StepParts(
+        device=device,
+        max_norm=config.training.max_norm,
+        options=config.optimizer,
+        stages=Stages(model_parts, config, mesh, device, compiled),
+        optimizer=optimizer,
+        schedule=Schedule(optimizer, config.schedule, config.optimizer.lr, config.training.steps),
+        scaler=scaler,
+        guard=Guard(config.stability, optimizer, scaler, mesh, device),
+        ema=WeightEMA(config.ema, model_parts, optimizer),
+    )
+
+
+class Measures(Protocol):
+    """The points of a step at which something can be measured (`probes/probes.py`)."""
+
+    def before_step(self, batches: list[Batch]) -> None:
+        """`batches`: all local batches of the step, where the caller has them."""
+
+    def after_backward(self, i: int, num_batches: int, num_targets: Tensor) -> None:
+        """After the backward of local batch `i`; after the last one gradients are complete."""
+
+    def before_update(self) -> None:
+        """Gradients are clipped, weights still those of the step before."""
+
+    def after_update(self) -> None:
+        """Weights are updated, gradients still there."""
+
+
+class Unmeasured:
+    """The `Measures` of a step in which nothing is measured."""
+
+    def before_step(self, batches: list[Batch]) -> None: ...
+
+    def after_backward(self, i: int, num_batches: int, num_targets: Tensor) -> None: ...
+
+    def before_update(self) -> None: ...
+
+    def after_update(self) -> None: ...
+
+
+def no_save() -> None:
+    """The `before_update` of a step whose state is not being copied for a checkpoint."""
+
+
+class StepResult(NamedTuple):
+    """Scalars on the device; reading one waits for it."""
+
+    loss: Tensor  # this rank's part of the mean over the step's targets: see Mesh.sum_losses
+    grad_norm: Tensor  # of the whole gradient, before clipping
+    num_targets: Tensor  # over all ranks, int64
+    lr: float
+
+
+def optimizer_step(
+    step: int,
+    batches: list[Batch],
+    samples: range,
+    parts: StepParts,
+    measures: Measures,
+    before_update: Callable[[], None] = no_save,
+) -> StepResult:
+    """Takes optimizer step number `step` = 1, 2, ... on this rank's local batches (B, S).
+
+    All ranks call it together. `samples`: the numbers of the samples of all ranks, for messages;
+    `before_update`: called when gradients are complete and nothing that a checkpoint holds has been
+    changed in place yet.
+    """
+    stages = parts.stages
+    scaler = parts.scaler
+    num_batches = len(batches)
+    own_targets = to_device(count_targets(batches), parts.device)
+    num_targets = stages.mesh.sum_counts(own_targets)  # over all ranks
+    measures.before_step(batches)
+    loss = torch.zeros((), device=parts.device)
+    for i, batch in enumerate(prefetch(batches, parts.device)):
+        last_batch = i == num_batches - 1  # after it the gradients of the step are complete
+        loss += stages.forward_backward(batch, num_targets, scaler.scale, last_batch)
+        measures.after_backward(i, num_batches, num_targets)
+    scaler.unscale()
+    grad_norm = clip_gradients(
+        stages.model_parts, parts.max_norm, parts.options, parts.device, stages.shared_params
+    )
+    scaler.judge(grad_norm)  # an overflow withholds the update and halves the scale
+    lr = parts.schedule.set_lr(step)
+    before_update()
+    parts.guard.judge(step, samples, loss, grad_norm)  # may withhold the update of a bad step
+    measures.before_update()
+    parts.optimizer.step()
+    measures.after_update()
+    parts.ema.update()
+    parts.optimizer.zero_grad()
+    return StepResult(loss, grad_norm, num_targets, lr)
