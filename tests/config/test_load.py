@@ -11,7 +11,7 @@ from messages import assert_mentions, refused
 
 from titanlite.config.keys import all_keys
 from titanlite.config.load import flavors, load_config
-from titanlite.config.schema import FROM_CHECKPOINT
+from titanlite.config.schema import FROM_CHECKPOINT, ModelConfig
 from titanlite.config.to_toml import to_toml
 from titanlite.model.flavors import FLAVORS
 from titanlite.runtime.errors import ConfigError
@@ -299,6 +299,23 @@ def test_a_key_that_was_removed_is_accepted_where_it_did_nothing(key, off, used,
         load_config([str(path)])
     with refused(f"unknown key {key}; removed:", reason):
         load_config([f"--{key}={used.strip(chr(34))}"])
+
+
+def test_the_flavor_s_value_is_an_absent_key_also_where_older_configs_say_it(tmp_path):
+    """They wrote 0, -1 or "flavor", and biases as strings; a base may have set the key."""
+    (tmp_path / "base.toml").write_text("[model]\ndim = 64\nqk_norm = true\n")
+    path = tmp_path / "old.toml"
+    path.write_text(
+        'base = "base.toml"\n[model]\ndim = 0\nrope_theta = 0.0\nsliding_window = -1\n'
+        'rope_scaling = "flavor"\nqkv_bias = "true"\nqk_norm = "flavor"\nnum_layers = 3\n'
+    )
+    config = load_config([str(path)])
+    assert config.model == ModelConfig(qkv_bias=True, num_layers=3)
+    assert "dim" not in to_toml(config)
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    assert load_config([str(tmp_path / "again.toml")]) == config
+    with refused("model.dim", "expected an integer"):
+        load_config(["--model.dim=false"])
 
 
 @pytest.mark.slow

@@ -62,8 +62,8 @@ def test_keys_change_the_flavor():
     section = ModelConfig(
         flavor="debug",
         head_dim=48,
-        qkv_bias="true",
-        qk_norm="true",
+        qkv_bias=True,
+        qk_norm=True,
         rope_theta=1e4,
         norm_eps=1e-6,
         rope_scaling="yarn",
@@ -85,7 +85,7 @@ def test_keys_change_the_flavor():
     same = resolve_flavor(ModelConfig(flavor="debug", head_dim=32), 4112)
     assert same == resolve_flavor(ModelConfig(flavor="debug"), 4112)
     # Off, where the flavor has it
-    plain = resolve_flavor(ModelConfig(flavor="qwen3_0.6b", qk_norm="false"), 4112)
+    plain = resolve_flavor(ModelConfig(flavor="qwen3_0.6b", qk_norm=False), 4112)
     assert not plain.qk_norm
     assert (
         resolve_flavor(ModelConfig(flavor="llama3_1b", rope_scaling="none"), 9).rope_scaling is None

@@ -22,8 +22,7 @@ def help_text() -> str:
     for section, cls in sections().items():
         lines.append(f"[{section}]  {' '.join((cls.__doc__ or '').split())}")
         for key in keys_of(cls, f"{section}.").values():
-            default = toml_value(key.default)
-            lines.append(f"  --{key.name}  {_kind(key)}  (default {default})")
+            lines.append(f"  --{key.name}  {_kind(key)}  ({_default(key)})")
             lines.append(f"      {key.help}")
             if key.items and not key.is_list_of_strings:
                 lines += _table_help(key.name, key.items)
@@ -36,9 +35,15 @@ def _table_help(name: str, cls: type) -> list[str]:
     lines = [f"      only in a TOML file, as tables [[{name}]] with the keys"]
     for key in keys_of(cls).values():
         kind = "{ name = number }" if key.name == "weights" else _kind(key)
-        default = toml_value(key.default)
-        lines.append(f"        {key.name}  {kind}  (default {default}): {key.help}")
+        lines.append(f"        {key.name}  {kind}  ({_default(key)}): {key.help}")
     return lines
+
+
+def _default(key: Key) -> str:
+    """The value of a key that is not set, in words."""
+    if key.default is None:
+        return "default the flavor's"
+    return f"default {toml_value(key.default)}"
 
 
 def _kind(key: Key) -> str:

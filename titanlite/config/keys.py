@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from titanlite.config.schema import sections
 
@@ -20,7 +21,7 @@ class Key:
     name: str  # training.steps, or without the section for a key of a table
     # bool, int, float, str, tuple (a pair of numbers; the weights of a phase) or list
     kind: type
-    default: object
+    default: object  # None: absent, as a key of [model] that has the flavor's value
     help: str
     min: float | None
     max: float | None
@@ -45,6 +46,8 @@ def keys_of(cls: type, prefix: str = "") -> dict[str, Key]:
     keys = {}
     for field in dataclasses.fields(cls):
         declared = hints[field.name]
+        if field.default is None:  # int | None -> int
+            (declared,) = (kind for kind in get_args(declared) if kind is not NoneType)
         # tuple[float, float] -> tuple
         declared = getattr(declared, "__origin__", declared)
         if field.metadata["items"]:

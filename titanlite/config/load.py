@@ -56,6 +56,26 @@ ALIASES = {
     "run.sample_prompt": "validation.prompts",
     "run.sample_tokens": "validation.prompt_tokens",
 }
+# With these values older configs say that a key has the flavor's value; now it is absent then
+ABSENT: dict[str, object] = {
+    "model.dim": 0,
+    "model.num_layers": 0,
+    "model.num_heads": 0,
+    "model.num_kv_heads": 0,
+    "model.head_dim": 0,
+    "model.ffn_dim": 0,
+    "model.rope_theta": 0.0,
+    "model.rope_scaling": "flavor",
+    "model.rope_factor": 0.0,
+    "model.rope_original_context": 0,
+    "model.norm_eps": 0.0,
+    "model.sliding_window": -1,
+    "model.window_layers": "flavor",
+    "model.qkv_bias": "flavor",
+    "model.qk_norm": "flavor",
+    "model.embeddings": "flavor",
+    "model.vocab_size": 0,
+}
 FILE_KEYS = ("data.path", "data.tokenizer", "data.cache", "checkpoint.initial_load")
 # Keys that exclude each other. The value of a base file is dropped if a later file or the command
 # line sets another one
@@ -269,6 +289,11 @@ def set_value(name: str, value: object, layer: Layer) -> list[Mistake]:
         return [Mistake(section, entry, f"unknown key {name}; removed: {reason}")]
     if key is None:
         return [Mistake(section, entry, unknown_key(name, all_keys()))]
+    if name in ABSENT and _is_same(value, ABSENT[name]):
+        layer.values[name] = None
+        return []
+    if name in ABSENT and key.kind is bool and value in ("true", "false"):
+        value = value == "true"  # which was a string
     if key.is_list_of_strings or (key.kind is list and isinstance(value, list)):
         layer.values[name], mistakes = read_list(value, key)
         return mistakes
@@ -278,6 +303,11 @@ def set_value(name: str, value: object, layer: Layer) -> list[Mistake]:
     if not expected:
         return []
     return [Mistake(section, entry, wrong_value(name, value, expected, key.choices))]
+
+
+def _is_same(value: object, other: object) -> bool:
+    """Whether two values of TOML are equal; 0 and 0.0 are, false and 0 are not."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def merge(layers: list[Layer], problems: list[str]) -> dict[str, Any]:

@@ -63,7 +63,10 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Architecture. A value of 0 stands for the flavor's value, except in `sliding_window`."""
+    """Architecture: a flavor, and other values for some of its keys.
+
+    A key that is absent (None) has the flavor's value.
+    """
 
     flavor: str = key(
         "debug",
@@ -91,56 +94,53 @@ class ModelConfig:
             "qwen3_8b",
         ),
     )
-    dim: int = key(0, "width of the residual stream", min=0, max=2**20)
-    num_layers: int = key(0, "transformer blocks", min=0, max=2**14)
-    num_heads: int = key(0, "query heads", min=0, max=2**14)
-    num_kv_heads: int = key(0, "key and value heads (grouped-query attention)", min=0, max=2**14)
-    head_dim: int = key(0, "width of a head; 0: the flavor's, or dim / num_heads", min=0, max=2**14)
-    ffn_dim: int = key(0, "hidden width of the feed-forward", min=0, max=2**22)
-    rope_theta: float = key(0.0, "base of the frequencies of RoPE", min=0, max=1e12)
-    rope_scaling: str = key(
-        "flavor",
+    dim: int | None = key(None, "width of the residual stream", min=1, max=2**20)
+    num_layers: int | None = key(None, "transformer blocks", min=1, max=2**14)
+    num_heads: int | None = key(None, "query heads", min=1, max=2**14)
+    num_kv_heads: int | None = key(
+        None, "key and value heads (grouped-query attention)", min=1, max=2**14
+    )
+    head_dim: int | None = key(
+        None, "width of a head; without a flavor's, dim / num_heads", min=1, max=2**14
+    )
+    ffn_dim: int | None = key(None, "hidden width of the feed-forward", min=1, max=2**22)
+    rope_theta: float | None = key(None, "base of the frequencies of RoPE", min=1e-6, max=1e12)
+    rope_scaling: str | None = key(
+        None,
         "how RoPE's frequencies change for sequences longer than those of pretraining",
-        choices=("flavor", "none", "llama3", "linear", "yarn"),
+        choices=("none", "llama3", "linear", "yarn"),
     )
-    rope_factor: float = key(
-        0.0, "by how much rope_scaling extends the context; 0: the flavor's", min=0, max=1e6
+    rope_factor: float | None = key(
+        None, "by how much rope_scaling extends the context", min=1, max=1e6
     )
-    rope_original_context: int = key(
-        0,
-        "tokens that rope_scaling extends (llama3, yarn); 0: the flavor's, or 8192",
+    rope_original_context: int | None = key(
+        None,
+        "tokens that rope_scaling extends (llama3, yarn); without a flavor's, 8192",
+        min=1,
+        max=2**31,
+    )
+    norm_eps: float | None = key(None, "epsilon of the norms", min=1e-12, max=0.1)
+    sliding_window: int | None = key(
+        None,
+        "number of positions that a query attends to, its own and those before it; 0: all",
         min=0,
         max=2**31,
     )
-    norm_eps: float = key(0.0, "epsilon of the norms", min=0, max=0.1)
-    sliding_window: int = key(
-        -1,
-        "number of positions that a query attends to, its own and those before it; 0: all, "
-        "-1: the flavor's",
-        min=-1,
-        max=2**31,
+    window_layers: str | None = key(
+        None, "numbers of the blocks with the window, as in `0-2, 5`; or all"
     )
-    window_layers: str = key(
-        "flavor", "numbers of the blocks with the window, as in `0-2, 5`; or flavor, or all"
-    )
-    qkv_bias: str = key(
-        "flavor", "biases of the query, key and value layers", choices=("flavor", "true", "false")
-    )
-    qk_norm: str = key(
-        "flavor",
-        "norms of queries and keys, before RoPE",
-        choices=("flavor", "true", "false"),
-    )
-    embeddings: str = key(
-        "flavor",
+    qkv_bias: bool | None = key(None, "biases of the query, key and value layers")
+    qk_norm: bool | None = key(None, "norms of queries and keys, before RoPE")
+    embeddings: str | None = key(
+        None,
         "whether the output projection uses the embedding's weight (tied) or has a separate "
         "one (untied)",
-        choices=("flavor", "tied", "untied"),
+        choices=("tied", "untied"),
     )
-    vocab_size: int = key(
-        0,
-        "number of token ids, at least the tokenizer's; 0: the flavor's, or else the tokenizer's",
-        min=0,
+    vocab_size: int | None = key(
+        None,
+        "number of token ids, at least the tokenizer's; without a flavor's, the tokenizer's",
+        min=1,
         max=2**24,
     )
 

@@ -35,6 +35,8 @@ def _blocks(name: str, section: Any) -> list[str]:
     tables: list[str] = []
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
+        if value is None:  # absent
+            continue
         # Not known until the data is
         if (name, field.name) == ("training", "steps") and section.epochs:
             continue

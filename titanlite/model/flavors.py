@@ -264,24 +264,41 @@ FLAVORS: dict[str, LlamaConfig] = {
 }
 
 
+# Keys of [model] that a LlamaConfig calls the same
+SAME_NAME = (
+    "dim",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "ffn_dim",
+    "vocab_size",
+    "rope_theta",
+    "norm_eps",
+    "qkv_bias",
+    "qk_norm",
+    "sliding_window",
+    "window_layers",
+)
+
+
 def _resolve_scaling(section: ModelConfig, scaling: RopeScaling | None) -> RopeScaling | None:
     """The flavor's scaling of RoPE with the section's overrides. Raises ConfigError."""
     if section.rope_scaling == "none":
         return None
-    if section.rope_scaling != "flavor":
+    if section.rope_scaling is not None:
         factor = scaling.factor if scaling else 0.0
         scaling = RopeScaling(factor, kind=section.rope_scaling)
     if scaling is None:
-        if section.rope_factor or section.rope_original_context:
+        if section.rope_factor is not None or section.rope_original_context is not None:
             raise ConfigError(
                 "model.rope_factor and model.rope_original_context have no effect: the flavor "
                 f"{section.flavor} has no scaling; expected model.rope_scaling = one of "
                 f"{', '.join(SCALINGS)}"
             )
         return None
-    if section.rope_factor:
+    if section.rope_factor is not None:
         scaling = replace(scaling, factor=section.rope_factor)
-    if section.rope_original_context:
+    if section.rope_original_context is not None:
         scaling = replace(scaling, original_context=section.rope_original_context)
     if scaling.factor < 1:
         raise ConfigError(
@@ -292,16 +309,12 @@ def _resolve_scaling(section: ModelConfig, scaling: RopeScaling | None) -> RopeS
 
 
 def _resolve_window(section: ModelConfig, config: LlamaConfig) -> LlamaConfig:
-    """The config with the section's window. Raises ConfigError."""
-    if section.sliding_window >= 0:
-        config = replace(config, sliding_window=section.sliding_window)
-    if section.window_layers != "flavor":
-        config = replace(config, window_layers=section.window_layers)
+    """The config with its window said in one way. Raises ConfigError if it names no block."""
     try:
         resolved = with_one_window(config)
     except ValueError as error:
         raise ConfigError(f"model.window_layers = {config.window_layers!r}: {error}") from None
-    if section.window_layers not in ("flavor", "all") and not resolved.sliding_window:
+    if section.window_layers not in (None, "all") and not resolved.sliding_window:
         raise ConfigError(
             f"model.window_layers = {section.window_layers!r} with model.sliding_window = "
             f"{config.sliding_window}: no block has a window; expected a window above 0 and the "
@@ -311,35 +324,26 @@ def _resolve_window(section: ModelConfig, config: LlamaConfig) -> LlamaConfig:
 
 
 def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
-    """The flavor with the section's overrides; a `vocab_size` of 0 becomes `tokenizer_size`.
+    """The flavor with the section's overrides; without a `vocab_size` it is `tokenizer_size`.
 
     Raises ConfigError for impossible shapes.
     """
-    names = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
-    overrides = {name: getattr(section, name) for name in names if getattr(section, name)}
     if section.flavor == FROM_CHECKPOINT:  # every key is set, by the training command
-        if not section.dim:
+        if section.dim is None:
             raise ConfigError(
                 "model.flavor = from_checkpoint: only training reads the checkpoint; "
                 f"expected one of {', '.join(FLAVORS)}"
             )
-        config = replace(FLAVORS["debug"], **overrides)
+        config = FLAVORS["debug"]
     else:
-        config = replace(FLAVORS[section.flavor], **overrides)
-    if section.head_dim:
-        config = replace(config, explicit_head_dim=section.head_dim)
-    if section.rope_theta:
-        config = replace(config, rope_theta=section.rope_theta)
-    if section.norm_eps:
-        config = replace(config, norm_eps=section.norm_eps)
+        config = FLAVORS[section.flavor]
+    overrides = {name: getattr(section, name) for name in SAME_NAME}
+    overrides["explicit_head_dim"] = section.head_dim
+    if section.embeddings is not None:
+        overrides["tied_embeddings"] = section.embeddings == "tied"
+    config = replace(config, **{k: value for k, value in overrides.items() if value is not None})
     config = replace(config, rope_scaling=_resolve_scaling(section, config.rope_scaling))
     config = _resolve_window(section, config)
-    if section.embeddings != "flavor":
-        config = replace(config, tied_embeddings=section.embeddings == "tied")
-    if section.qkv_bias != "flavor":
-        config = replace(config, qkv_bias=section.qkv_bias == "true")
-    if section.qk_norm != "flavor":
-        config = replace(config, qk_norm=section.qk_norm == "true")
     if not config.vocab_size:
         config = replace(config, vocab_size=tokenizer_size)
     if config.explicit_head_dim * config.num_heads == config.dim:
