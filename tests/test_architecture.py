@@ -239,6 +239,7 @@ SETS_ATTRIBUTES = {
         "layer.lora_a",
         "layer.lora_b",
         "layer.lora_dropout",
+        "model.draw",
         "layer.lora_first",
         "layer.lora_salt",
         "layer.lora_scale",

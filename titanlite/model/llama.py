@@ -310,14 +310,14 @@ class Llama(nn.Module):
             draws_on = device or parameter.device  # a GPU draws other numbers from one seed
             generator = torch.Generator(draws_on).manual_seed(zlib.crc32(name.encode()) ^ seed)
             full = torch.empty(parameter.shape, dtype=torch.float32, device=draws_on)
-            assign(parameter, self._draw(name, full, generator))
+            assign(parameter, self.draw(name, full, generator))
         self.reset_rope(device or self.rope.device)
 
     def reset_rope(self, device: torch.device) -> None:
         """Computes the RoPE table, the only part of the model that is not in a checkpoint."""
         self.rope = rope_table(self.config, self.positions.to(device))
 
-    def _draw(self, name: str, weight: Tensor, generator: torch.Generator) -> Tensor:
+    def draw(self, name: str, weight: Tensor, generator: torch.Generator) -> Tensor:
         """One parameter's initial value, by torchtitan's rules; Llama's are not published.
 
         The std of wo, w2 and w3 decreases with depth. A tied embedding has std 0.02, as in Llama
@@ -326,11 +326,8 @@ class Llama(nn.Module):
         """
         if name.endswith("norm.weight"):
             return weight.fill_(1.0)
-        if name.endswith((".bias", "lora_b.weight")):
+        if name.endswith(".bias"):
             return weight.zero_()
-        if name.endswith("lora_a.weight"):  # as PEFT: the std is 1 / sqrt(3 K)
-            bound = weight.shape[1] ** -0.5
-            return weight.uniform_(-bound, bound, generator=generator)
         if name == "tok_embeddings.weight" and not self.config.tied_embeddings:
             return weight.normal_(generator=generator)
         if name == "tok_embeddings.weight":

@@ -133,6 +133,7 @@ def apply_lora(model: Llama, config: LoraConfig) -> None:
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    model.draw = functools.partial(draw, model.draw)  # type: ignore[method-assign]
     for number, block in model.layers.items():
         if not config.adapts_layer(int(number)):
             continue
@@ -140,6 +141,24 @@ def apply_lora(model: Llama, config: LoraConfig) -> None:
             if name.rpartition(".")[2] in config.target_names:
                 assert isinstance(layer, nn.Linear)
                 add_adapter(layer, config, f"layers.{number}.{name}")
+
+
+def draw(
+    others: Callable[[str, Tensor, torch.Generator], Tensor],
+    name: str,
+    weight: Tensor,
+    generator: torch.Generator,
+) -> Tensor:
+    """The initial value of an adapter's factor, which fills `weight`; `others` draws the rest.
+
+    As in PEFT, B is zero, and A is uniform with the std 1 / sqrt(3 K).
+    """
+    if not is_adapter(name):
+        return others(name, weight, generator)
+    if name.endswith("lora_b.weight"):
+        return weight.zero_()
+    bound = weight.shape[1] ** -0.5
+    return weight.uniform_(-bound, bound, generator=generator)
 
 
 def add_adapter(layer: nn.Linear, config: LoraConfig, name: str) -> None:
