@@ -76,6 +76,7 @@ from titanlite.observe.plan_check import PlanCheck
 from titanlite.observe.profile import Profiler
 from titanlite.observe.start_and_end import log_end, log_start
 from titanlite.observe.validation import Validator
+from titanlite.observe.waits import time_waits
 from titanlite.optim.ema import WeightEMA
 from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.lora import is_adapter
@@ -158,6 +159,7 @@ def main(config: Config) -> int:
     # 5. Metrics and validation
     columns = (parts.scaler, parts.guard, noise_scale)  # each may add some to a logged step
     metrics = Metrics(config, llama, folder, device, progress, columns)
+    time_waits(metrics.step_times, device)  # wraps the functions of torch that wait for other ranks
     plan_check = PlanCheck(functools.partial(compare_with_plan, config, llama, device))
     probes = Probes(config.metrics, stages, noise_scale, metrics)
     validator = Validator(config.validation, data, stream, stages, mesh, metrics)

@@ -25,16 +25,18 @@ CPU, DELAY = torch.device("cpu"), 0.5
 class Recorder:
     """Counts waits and their seconds; as in `StepTimes`, a wait within a wait is none."""
 
+    enabled = True
+
     def __init__(self) -> None:
         self.count, self.seconds, self.inside = 0, 0.0, False
 
-    def begin(self) -> bool:
+    def begin_wait(self) -> bool:
         if self.inside:
             return False
         self.inside, self.started = True, time.perf_counter()
         return True
 
-    def end(self) -> None:
+    def end_wait(self) -> None:
         self.inside = False
         self.count, self.seconds = self.count + 1, self.seconds + time.perf_counter() - self.started
 
@@ -120,7 +122,7 @@ def waited_for_the_other(operation: Any) -> tuple[int, float, float, int]:
     """
     operation()
     recorder, ticks = Recorder(), Ticks()
-    time_waits(recorder.begin, recorder.end, CPU)
+    time_waits(recorder, CPU)
     dist.barrier()
     recorder.count, recorder.seconds, ticks.count = 0, 0.0, 0
     started = time.perf_counter()
@@ -147,7 +149,7 @@ def test_waiting_for_a_late_rank_is_seen(pool, operation):
 def test_an_error_ends_the_wait():
     recorder = Recorder()
     with pytest.raises(ZeroDivisionError):
-        timed(lambda: 1 / 0, recorder.begin, recorder.end)()
+        timed(lambda: 1 / 0, recorder.begin_wait, recorder.end_wait)()
     assert (recorder.count, recorder.inside) == (1, False)
 
 
@@ -175,7 +177,7 @@ def test_of_streams_only_that_of_the_computation_is_timed(monkeypatch):
 
     recorder, computing, gathering = Recorder(), Pretended(), Pretended()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
-    time_streams(Pretended, recorder.begin, recorder.end)
+    time_streams(Pretended, recorder.begin_wait, recorder.end_wait)
     gathering.wait_event("weights are free")
     gathering.wait_stream(computing)
     assert recorder.count == 0

@@ -20,11 +20,9 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from titanlite.observe.memory import memory_columns, peak_memory_gib
 from titanlite.observe.ranks import Ranks
-from titanlite.observe.waits import time_waits
 from titanlite.runtime.phases import Phase, add_listener, remove_listener
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")  # of a step
@@ -142,7 +140,8 @@ class Mark(NamedTuple):
 class StepTimes:
     """Gets the marks of this process from its construction on; without `metrics.step_times` none.
 
-    One per process; all ranks construct it together.
+    One per process; all ranks construct it together. Waits for other ranks are marked after
+    `time_waits` (`waits.py`).
     """
 
     def __init__(self, enabled: bool, device: torch.device) -> None:
@@ -159,11 +158,8 @@ class StepTimes:
         self._part = "other"
         self._waiting = False
         self._first = True  # window of this process, which compiles and so is left out
-        if not enabled:
-            return
-        if dist.get_world_size() > 1:  # one process waits for no other
-            time_waits(self.begin_wait, self.end_wait, device)
-        add_listener(self.mark)
+        if enabled:
+            add_listener(self.mark)
 
     def close(self) -> None:
         """No mark is recorded from now on."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,10 +48,28 @@ COLLECTIVES = (
 _libraries: list[torch.library.Library] = []
 
 
-def time_waits(begin: Callable[[], bool], end: Callable[[], None], device: torch.device) -> None:
-    """Calls `begin` before each wait of this process from now on, and `end` after it if `begin`
-    returned true.
+class TimesWaits(Protocol):
+    """What marks the waits: `StepTimes`."""
+
+    enabled: bool
+
+    def begin_wait(self) -> bool:
+        """A wait begins. Returns whether it is recorded."""
+
+    def end_wait(self) -> None:
+        """A recorded wait ends."""
+
+
+def time_waits(times: TimesWaits, device: torch.device) -> None:
+    """Has `times` mark each wait of this process for other ranks, from now on.
+
+    This replaces functions of torch. Nothing is replaced if `times` is off, or if there is one
+    process.
     """
+    if not times.enabled or dist.get_world_size() == 1:
+        return
+    begin = times.begin_wait
+    end = times.end_wait
     work: Any = Work
     work.wait = timed(work.wait, begin, end)
     time_operator(WAIT_TENSOR, begin, end, device)
