@@ -35,7 +35,8 @@ from titanlite.checkpoint.step_files import read_file, verify_together
 from titanlite.checkpoint.storage import StepReader, loading
 from titanlite.config.acceptable import ACCEPTABLE
 from titanlite.config.batch_sizes import first_sample, samples_after
-from titanlite.config.schema import CheckpointConfig, PhaseConfig, TrainingConfig, sections
+from titanlite.config.keys import schema_keys
+from titanlite.config.schema import CheckpointConfig, PhaseConfig, TrainingConfig
 from titanlite.data.excluded import Range
 from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.distributed.process_group import checkpoint_group
@@ -328,21 +329,19 @@ def _compatibility_settings(
     # A file may be older than a field: then it has the default, which is what runs did
     shape = {field.name: field.default for field in dataclasses.fields(LlamaConfig)}
     shape |= json.loads(files["model.json"])
-    settings = {f"model.{name}": value for name, value in shape.items()}
-    for key in (*ACCEPTABLE, "optimizer.name"):
-        section, _, name = key.partition(".")
+    settings: dict[str, Any] = {f"model.{name}": value for name, value in shape.items()}
+    for name, key in schema_keys().items():
+        if key.resume == "any":
+            continue
+        section, _, entry = name.partition(".")
         # A checkpoint may be older than the key: then it has the default, which is what runs did
-        if key != "data.phases" and name in config.get(section, {}):
-            settings[key] = _as_json(config[section][name])
-        elif name:
-            settings[key] = _as_json(getattr(sections()[section](), name))
-    lora = config.get("lora", {})
-    rank: int = lora.get("rank", 0)
-    settings["lora.rank"] = rank
-    if rank > 0:  # others would leave out adapters that the checkpoint has
-        settings["lora.layers"] = lora["layers"]
-        targets = lora["targets"].replace(",", " ").split()
+        settings[name] = _as_json(config.get(section, {}).get(entry, key.default))
+    if settings["lora.rank"] > 0:  # others would leave out adapters that the checkpoint has
+        targets = settings["lora.targets"].replace(",", " ").split()
         settings["lora.targets"] = ", ".join(sorted(targets))
+    else:
+        del settings["lora.targets"]
+        del settings["lora.layers"]
     settings["data.phases"] = _phases_begun(config, samples)  # later ones may change
     settings["data"] = _described_sources(json.loads(files["data.json"]))
     return settings

@@ -7,31 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from titanlite.config.keys import schema_keys
 from titanlite.config.mistakes import suggestion
 from titanlite.config.schema import CheckpointConfig
 
-ACCEPTABLE = (
-    "run.seed",
-    "data",  # also the names, weights and validation texts of its sources
-    "data.phases",
-    "data.packing",
-    "data.document_mask",
-    "training.seq_len",
-    "optimizer.lr",
-    "optimizer.betas",
-    "optimizer.eps",
-    "optimizer.weight_decay",
-    "optimizer.decayed",
-    "optimizer.groups",
-    "optimizer.muon_momentum",
-    "optimizer.muon_scale",
-    "optimizer.clip",
-    "optimizer.agc_factor",
-    "loss.z_loss",
-    "lora.alpha",
-    "lora.rslora",
-    "lora.dropout",
-)
+# `data` stands for the sources: their names, weights, texts and validation texts
+ACCEPTABLE = ("data", *(name for name, key in schema_keys().items() if key.resume == "same"))
 
 
 def accept_problems(section: CheckpointConfig) -> Iterator[str]:

@@ -27,6 +27,7 @@ class Key:
     max: float | None
     choices: tuple[object, ...]
     items: type | None  # of a list: str, or the dataclass of its tables
+    resume: str = "any"  # whether a resumed run may have another value: see `schema.Resume`
 
     @property
     def is_list_of_strings(self) -> bool:

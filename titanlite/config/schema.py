@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 # Pipeline schedules, and their default number of stages per process
 PP_SCHEDULES = dict.fromkeys(("GPipe", "1F1B"), 1)
@@ -26,6 +26,11 @@ FROM_CHECKPOINT = "from_checkpoint"  # a flavor: the model of checkpoint.initial
 WIDE = 256  # from this width on, bfloat16 and compiling pay off on a CPU (benchmarks/levers.py)
 
 
+# In a resumed run a key may have any value; the same one as in the checkpoint, unless
+# checkpoint.accept names the key; or it is fixed
+Resume: TypeAlias = Literal["any", "same", "fixed"]
+
+
 def key(
     default: Any,
     help: str,
@@ -34,15 +39,15 @@ def key(
     max: float | None = None,
     choices: tuple[Any, ...] = (),
     items: type | None = None,
+    resume: Resume = "any",
 ) -> Any:
     """A config key: default, help and allowed values; bounds are inclusive.
 
-    `items`: of a list, str or the dataclass of its tables.
+    `items`: of a list, str or the dataclass of its tables. `resume`: whether a resumed run may have
+    another value than its checkpoint.
     """
-    return field(
-        default=default,
-        metadata={"help": help, "min": min, "max": max, "choices": choices, "items": items},
-    )
+    metadata = {"help": help, "min": min, "max": max, "choices": choices, "items": items}
+    return field(default=default, metadata=metadata | {"resume": resume})
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,11 @@ class RunConfig:
     name: str = key("", "name of the run's folder; empty: the config file's name")
     folder: str = key("outputs", "folder that holds the run folders")
     seed: int = key(
-        42, "seed of the initial weights and of the order of the data", min=0, max=2**63 - 1
+        42,
+        "seed of the initial weights and of the order of the data",
+        min=0,
+        max=2**63 - 1,
+        resume="same",
     )
     device: str = key(
         "auto",
@@ -198,15 +207,18 @@ class DataConfig:
         "best_fit (documents that fit "
         "are not cut; the rest of a sequence is padding)",
         choices=("split", "best_fit"),
+        resume="same",
     )
     document_mask: bool = key(
-        False, "attend only within a document, and restart positions at each document"
+        False,
+        "attend only within a document, and restart positions at each document",
+        resume="same",
     )
     sources: tuple[SourceConfig, ...] = key(
         (), "several sources, instead of data.path", items=SourceConfig
     )
     phases: tuple[PhaseConfig, ...] = key(
-        (), "other weights of the sources, from given steps on", items=PhaseConfig
+        (), "other weights of the sources, from given steps on", items=PhaseConfig, resume="same"
     )
 
     def all_sources(self) -> list[SourceConfig]:
@@ -240,7 +252,7 @@ class TrainingConfig:
     epochs: float = key(
         0.0, "instead of steps: passes over a single source, rounded up to whole steps", min=0
     )
-    seq_len: int = key(256, "tokens of one sequence", min=2, max=2**24)
+    seq_len: int = key(256, "tokens of one sequence", min=2, max=2**24, resume="same")
     global_batch_size: int = key(16, "sequences per optimizer step, over all processes", min=1)
     batch_ramp: str = key(
         "", "other batch sizes later, as in `32 from step 101, 64 by 8 from 4e9 tokens`"
@@ -305,17 +317,22 @@ class GroupConfig:
 class OptimizerConfig:
     """AdamW, or Muon for the matrices of the blocks and AdamW for the other parameters."""
 
-    name: str = key("adamw", "the optimizer", choices=("adamw", "muon"))
-    lr: float = key(3e-4, "peak learning rate", min=0)
+    name: str = key("adamw", "the optimizer", choices=("adamw", "muon"), resume="fixed")
+    lr: float = key(3e-4, "peak learning rate", min=0, resume="same")
     betas: tuple[float, float] = key(
-        (0.9, 0.95), "decay of the first and of the second moment", min=0, max=0.999999
+        (0.9, 0.95),
+        "decay of the first and of the second moment",
+        min=0,
+        max=0.999999,
+        resume="same",
     )
-    eps: float = key(1e-8, "added to the denominator", min=0)
-    weight_decay: float = key(0.1, "decoupled weight decay", min=0)
+    eps: float = key(1e-8, "added to the denominator", min=0, resume="same")
+    weight_decay: float = key(0.1, "decoupled weight decay", min=0, resume="same")
     decayed: str = key(
         "all",
         "parameters with weight decay: all, or only the weights of linear layers",
         choices=("all", "linear"),
+        resume="same",
     )
     state_dtype: str = key(
         "float32",
@@ -326,11 +343,16 @@ class OptimizerConfig:
         "auto", "auto: fused", choices=("auto", "fused", "foreach", "for-loop")
     )
     groups: tuple[GroupConfig, ...] = key(
-        (), "parameters with another learning rate or decay", items=GroupConfig
+        (), "parameters with another learning rate or decay", items=GroupConfig, resume="same"
     )
-    muon_momentum: float = key(0.95, "muon: decay of the average of gradients", min=0, max=0.999999)
+    muon_momentum: float = key(
+        0.95, "muon: decay of the average of gradients", min=0, max=0.999999, resume="same"
+    )
     muon_scale: str = key(
-        "adamw", "muon: size of updates, AdamW's or Jordan's", choices=("adamw", "original")
+        "adamw",
+        "muon: size of updates, AdamW's or Jordan's",
+        choices=("adamw", "original"),
+        resume="same",
     )
     muon_dtype: str = key(
         "auto", "muon: products; auto: bfloat16 on CUDA", choices=("auto", "float32", "bfloat16")
@@ -339,9 +361,13 @@ class OptimizerConfig:
         "norm",
         "clip to training.max_norm, or agc: each unit by its weights",
         choices=("norm", "agc"),
+        resume="same",
     )
     agc_factor: float = key(
-        0.01, "agc: largest norm of a unit's gradient divided by that of its weights", min=1e-6
+        0.01,
+        "agc: largest norm of a unit's gradient divided by that of its weights",
+        min=1e-6,
+        resume="same",
     )
 
 
@@ -548,19 +574,28 @@ class Float8Config:
 class LoraConfig:
     """Low-rank adapters, which are trained instead of the weights (docs/finetune.md)."""
 
-    rank: int = key(0, "rank of the adapters; 0: no adapters, the weights are trained", min=0)
-    alpha: float = key(16.0, "an adapter is multiplied by alpha / rank", min=0)
-    rslora: bool = key(False, "an adapter is multiplied by alpha / sqrt(rank) instead")
+    rank: int = key(
+        0, "rank of the adapters; 0: no adapters, the weights are trained", min=0, resume="fixed"
+    )
+    alpha: float = key(16.0, "an adapter is multiplied by alpha / rank", min=0, resume="same")
+    rslora: bool = key(
+        False, "an adapter is multiplied by alpha / sqrt(rank) instead", resume="same"
+    )
     dropout: float = key(
         0.0,
         "share of an adapter's inputs that is set to 0 in training, as 0.05; 0: none",
         min=0,
         max=0.999999,
+        resume="same",
     )
     targets: str = key(
-        "wq, wk, wv, wo", "layers of a block with adapters, of wq, wk, wv, wo, w1, w2, w3"
+        "wq, wk, wv, wo",
+        "layers of a block with adapters, of wq, wk, wv, wo, w1, w2, w3",
+        resume="fixed",
     )
-    layers: str = key("", "numbers of the blocks with adapters, as in `0-3, 7`; empty: all")
+    layers: str = key(
+        "", "numbers of the blocks with adapters, as in `0-3, 7`; empty: all", resume="fixed"
+    )
 
     @property
     def scale(self) -> float:
@@ -613,7 +648,10 @@ class LossConfig:
         max=65536,
     )
     z_loss: float = key(
-        0.0, "coefficient of the squared logarithm of the softmax's denominator (PaLM: 1e-4)", min=0
+        0.0,
+        "coefficient of the squared logarithm of the softmax's denominator (PaLM: 1e-4)",
+        min=0,
+        resume="same",
     )
 
 
