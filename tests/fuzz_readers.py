@@ -92,7 +92,7 @@ from titanlite.tools.prepare.records import record_path
 from titanlite.tools.prepare.sources import Source, find
 from titanlite.tools.prepare.text_files import read_texts
 from titanlite.tools.report.page import contents as report_contents
-from titanlite.tools.report.page import page, trends_of
+from titanlite.tools.report.page import page
 from titanlite.tools.report.run_data import read_run as read_for_report
 from titanlite.tools.report.text_report import text_report
 
@@ -579,7 +579,7 @@ def _read_report(name: str, folder: Path, data: bytes) -> None:
     run = read_for_report(folder)
     contents = report_contents([run])
     page(contents).encode()
-    text_report([run], trends_of([run])).encode()
+    text_report([run]).encode()
 
 
 PROOF = b'{"step": 120, "plausible": 110, "loss": 2.5, "validation_loss": null}'

@@ -51,7 +51,7 @@ def test_the_bytes_of_the_stages_are_those_of_their_formulas():
 
 
 def test_the_errors_that_are_shown_are_printed(capsys):
-    ((command, shown),) = re.findall(r"```\n\$ titanlite (config .*?)\n(.*?)```", TEXT, re.DOTALL)
+    ((command, shown),) = re.findall(r"```\n\$ titanlite (train .*?)\n(.*?)```", TEXT, re.DOTALL)
     assert main(shlex.split(command)) == 2
     assert capsys.readouterr().err == shown
 

@@ -155,7 +155,7 @@ def test_commands_parse(command):
 
 def test_every_subcommand_is_shown():
     assert len(TRAINING) >= 5
-    assert {shlex.split(command)[1] for command in TOOLS} >= set(SUBCOMMANDS) - {"train", "config"}
+    assert {shlex.split(command)[1] for command in TOOLS} >= set(SUBCOMMANDS) - {"train"}
 
 
 def test_documents_name_existing_files():

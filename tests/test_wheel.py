@@ -142,5 +142,5 @@ def test_it_trains_from_an_empty_folder(wheel, tmp_path, text_file):
     assert "titanlite train outputs/debug/config.toml --training.steps=4" in output
     assert "run_train.sh" not in output
     assert 'flavor = "cpu_25m"' in command(
-        "-m", "titanlite", "config", "cpu_25m", cwd=folder, **installed
+        "-m", "titanlite", "train", "cpu_25m", "--print-config", cwd=folder, **installed
     )

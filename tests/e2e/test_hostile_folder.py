@@ -187,7 +187,7 @@ def test_run_train_in_the_folder(folder):
 
 
 def test_the_config_and_a_copy_of_the_program(folder, tmp_path):
-    folder.titanlite("config", "debug")
+    folder.titanlite("train", "debug", "--print-config")
     folder.titanlite("eject", tmp_path / "own")
     folder.remove({"train"})
     folder.titanlite("eject", ".")

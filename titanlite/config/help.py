@@ -12,6 +12,7 @@ USAGE = """usage: titanlite train [CONFIG] [--section.key=value ...]   (in a clo
   CONFIG                 a TOML file, or the name of one in train_configs/ (default: debug)
                          flavors here: {flavors}
   --section.key=value    overrides a key; also `--section.key value`, and `--section.key` for true
+  --print-config         checks the configuration and prints it as TOML; trains nothing
   NGPU, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, LOG_RANK: see docs/running.md
 """
 

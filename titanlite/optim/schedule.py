@@ -16,7 +16,7 @@ from titanlite.config.changes import milestones
 from titanlite.config.schema import ScheduleConfig
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer  # `titanlite schedule` draws without torch
+    from torch.optim import Optimizer  # `titanlite plan --estimate` runs without torch
 
 
 def lr_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:

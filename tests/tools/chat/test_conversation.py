@@ -63,7 +63,7 @@ def test_special_tokens_come_from_the_template_alone():
 
 
 def test_characters_of_several_tokens():
-    """Of which each is a target if the character is the assistant's."""
+    """All tokens of a character are targets if the assistant says it."""
     ours = Tokenizer()
     messages = [
         {"role": "user", "content": "\U0001f642"},

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +15,8 @@ import pytest
 from messages import assert_mentions
 
 from titanlite.config.load import load_config
-from titanlite.tools.cli.main import limit_spinning, main
+from titanlite.tools.cli import train_command
+from titanlite.tools.cli.main import COMMANDS, limit_spinning, main
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,8 +49,51 @@ def test_a_reader_that_closes_the_pipe_gets_no_traceback(arguments):
     assert result.stderr == ""
 
 
-def test_config_prints_what_reads_back(capsys, tmp_path):
-    assert main(["config", "cpu_25m", "--training.steps=3"]) == 0
+class Parsed(Exception):
+    """The arguments of a command were parsed."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_each_command_ends_with_examples_that_parse(name, capsys, monkeypatch):
+    assert main([name, "--help"]) == 0
+    shown = capsys.readouterr().out.rpartition("\nexamples:\n")[2].splitlines()
+    assert shown
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def parse_and_end(self, *arguments, **names):
+        _, rest = parse(self, *arguments, **names)
+        load_config(rest)  # raises ConfigError for what is neither an option nor a key
+        raise Parsed
+
+    def launch(argv):
+        load_config(argv)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_and_end)
+    monkeypatch.setattr(train_command, "launch", launch)
+    for line in shown:
+        program, command, *arguments = shlex.split(line)
+        assert (program, command) == ("titanlite", name)
+        if train_command.PRINT_CONFIG in arguments:
+            assert main([name, *arguments]) == 0
+        else:
+            with pytest.raises(Parsed):
+                main([name, *arguments])
+
+
+def test_help_after_a_wrong_argument_is_an_error(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["checkpoint", "lst", "--help"])
+    assert "examples:" not in capsys.readouterr().out
+
+
+def test_the_help_of_train_lists_the_keys(capsys):
+    assert main(["train", "debug", "--help"]) == 0
+    assert_mentions(capsys.readouterr().out, "--training.steps", "--print-config")
+
+
+def test_print_config_prints_what_reads_back(capsys, tmp_path):
+    assert main(["train", "cpu_25m", "--training.steps=3", "--print-config"]) == 0
     path = tmp_path / "resolved.toml"
     path.write_text(capsys.readouterr().out)
     assert load_config([str(path)]) == load_config(["cpu_25m", "--training.steps=3"])
@@ -67,7 +113,10 @@ def test_prepare_prints_the_folder(capsys, text_file):
             ["prepare", "debug", "--data.path=no/such/text"],
             ("data.path", "no/such/text", "no such file or folder"),
         ),
-        (["config", "--trainig.steps=3"], ("trainig.steps", "did you mean training.steps?")),
+        (
+            ["train", "--print-config", "--trainig.steps=3"],
+            ("trainig.steps", "did you mean training.steps?"),
+        ),
         (["tokenizer", "train", "no/such/folder/x.model"], ("no/such/folder", "no such folder")),
         (["tokenizer", "train", "train.py"], ("train.py", "exists")),
     ],

@@ -87,6 +87,15 @@ def test_the_length_of_a_run(capsys):
     assert "give --tokens" in printed(capsys, "llama3_8b", "--gpus=8", "--training.epochs=2")
 
 
+def test_the_schedule_is_shown_for_the_length_of_the_config(capsys):
+    options = ["debug", "--schedule.name=wsd"]
+    contents = json.loads(printed(capsys, *options, "--json"))
+    assert contents["schedule"][-1]["step"] == 800
+    assert "middle of the decay" in printed(capsys, *options)
+    assert json.loads(printed(capsys, *options, "--tokens=1B", "--json"))["schedule"] == []
+    assert "middle of the decay" not in printed(capsys, *options, "--tokens=1B")
+
+
 @pytest.mark.slow
 def test_the_best_layout_is_a_config_that_fits(capsys, tmp_path):
     out = tmp_path / "best.toml"
@@ -118,7 +127,6 @@ def test_a_page_is_one_file_without_requests(capsys, tmp_path):
         (["--gpus=3", "--parallel.tp=2"], "does not divide the 3 processes"),
         (["--out=best.toml"], "--out: only with --search"),
         (["--search", "--html=plan.html"], "--html: not with --search"),
-        (["--fit", "outputs/a", "--json"], "--fit: found"),
         (["--tokens="], "--tokens"),
         (["--prices=nothing.toml"], "nothing.toml"),
         (["--html=/nowhere/plan.html"], "--html /nowhere/plan.html"),

@@ -186,7 +186,7 @@ def test_a_name_that_other_nodes_cannot_reach_is_refused(monkeypatch):
         ({0: 75, 3: 1}, 1, ("rank 3", "exit code 1")),
         ({0: -signal.SIGTERM, 3: 1}, 1, ("rank 3", "exit code 1")),
         ({3: 1, 0: 2}, 1, ("rank 3", "exit code 1")),  # the first that ended
-        # Of those that have a reason of their own
+        # The first process with a reason of its own
         ({0: EXIT_LOST, 3: 1}, 1, ("rank 3", "exit code 1")),
         # a process of another node
         ({0: EXIT_LOST, 1: EXIT_LOST}, EXIT_LOST, ("rank 0", f"exit code {EXIT_LOST}")),

@@ -32,7 +32,7 @@ def test_the_page_is_written_into_the_first_folder_unless_told_otherwise(tmp_pat
 
 def test_text(tmp_path, capsys):
     assert main(["report", "--text", str(write_run(tmp_path / "a"))]) == 0
-    assert_mentions(capsys.readouterr().out, "validation loss", "Power law")
+    assert_mentions(capsys.readouterr().out, "validation loss", "The mean loss")
     assert not (tmp_path / "a/report.html").exists()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def test_the_report_has_the_newest_results_and_curves(whole_run, tmp_path):
     from titanlite.tools.evaluate.record import append
-    from titanlite.tools.report.page import contents, trends_of
+    from titanlite.tools.report.page import contents
     from titanlite.tools.report.run_data import read_run
     from titanlite.tools.report.text_report import text_report
 
@@ -38,4 +38,4 @@ def test_the_report_has_the_newest_results_and_curves(whole_run, tmp_path):
     assert [(line["label"], line["x"], line["y"]) for line in chart["series"]] == [
         ("sums", [3, 6], [0.25, 0.75])
     ]
-    assert "evaluated: sums, acc" in text_report([run], trends_of([run]))
+    assert "evaluated: sums, acc" in text_report([run])

@@ -68,7 +68,7 @@ NOT_PLANNED = ("agreement", "loss", "metrics")  # of a logged step; plan does no
 
 
 def run_of(settings: list[str]) -> Run:
-    """Of a small model; a setting without a section is a degree."""
+    """The config of a small model; a setting without a section is a degree."""
     options = [f"--{s}" if "." in s else f"--parallel.{s}" for s in settings]
     config = load_config([*SMALL, "--parallel.dp_shard=1", *options])
     llama = resolve_flavor(config.model, 0)
@@ -170,7 +170,7 @@ def check_numbers(recorded: list[Recorded]) -> None:
             elif event.operation == "max":
                 assert event.after == tuple(map(max, *given))
             elif event.kind == "reduce_scatter":
-                # Of the part that this rank keeps, the first numbers
+                # The first numbers of the part that this rank keeps
                 place = 3 * event.ranks.index(one.rank)
                 expected = [sum(values[place + j] for values in given) for j in range(3)]
                 assert event.after[:3] == pytest.approx(expected, rel=1e-4, abs=1e-7)
@@ -196,7 +196,7 @@ def test_a_logged_step_of_a_run_has_these_events(pool, options, tmp_path, layout
 
 @pytest.mark.slow
 def test_equal_blocks_are_shown_once_and_counted(pool):
-    """Of a deep model: what a few blocks do, as often as plan counts it."""
+    """A deep model repeats what a few blocks do, as often as plan counts it."""
     config, llama, degrees = run_of(
         ["dp_shard=2", "tp=2", "model.num_layers=11", "training.global_batch_size=16"]
     )

@@ -28,7 +28,7 @@ FIVE_AXES = [
 
 @functools.cache
 def right_answer(lesson: str, number: int, question: str) -> str | float:
-    """Of a problem of a lesson, by its number."""
+    """The right answer to a question of a lesson's problem with this number."""
     return answer(plan(lesson, number), question)
 
 

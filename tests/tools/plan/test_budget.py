@@ -112,7 +112,7 @@ def test_an_mfu_is_a_fraction(mfu):
 
 @pytest.mark.parametrize(("seq_len", "percent"), [(2048, 8), (8192, 32)])
 def test_attention_adds_to_6nd(seq_len, percent):
-    """Of a 7B model, without the saving of the causal mask."""
+    """A 7B model; the causal mask is not discounted."""
     flops = run_flops(FLAVORS["llama2_7b"], seq_len, 2e12)
     assert round(100 * flops.attention_share) == percent
     lookup = 6 * 32000 * 4096 * 2e12

@@ -7,14 +7,9 @@ import pytest
 
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.plan.scaling import (
-    CORRECTED,
-    KAPLAN,
     LAWS,
-    PRINTED,
     TABLE_3,
     TABLE_A3,
-    LossLaw,
-    law_of_loss,
     scaling_laws,
     scaling_lines,
 )
@@ -56,15 +51,15 @@ def test_a_range_is_given_not_a_number():
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 @pytest.mark.parametrize("flops", [1e16, 1.2e19, 3e22, 5.76e23, 1e29])
 def test_flops_parameters_and_tokens_lead_to_each_other(law, flops):
-    (one,) = scaling_laws(flops=flops, laws=[law]).optima
+    one = optima(flops=flops)[law.name]
     assert 6 * one.parameters * one.tokens == pytest.approx(flops)
     for numbers in ({"parameters": one.parameters}, {"tokens": one.tokens}):
-        (other,) = scaling_laws(**numbers, laws=[law]).optima
+        other = optima(**numbers)[law.name]
         assert other.flops == pytest.approx(flops)
 
 
 def test_approaches_1_and_2_are_their_tables():
-    """Of which the tokens are C / 6N, up to the rounding of three digits and of large sizes."""
+    """Their printed tokens are C / 6N, up to rounding to three digits."""
     tokens = {
         "Chinchilla, approach 1": (TABLE_3, (8.0e9, 20.2e9, 205.1e9, 1.5e12, 3.7e12, 5.9e12)),
         "Chinchilla, approach 2": (TABLE_A3, (7.7e9, 20.0e9, 219.5e9, 1.7e12, 4.3e12, 7.1e12)),
@@ -74,15 +69,16 @@ def test_approaches_1_and_2_are_their_tables():
             assert optima(flops=compute)[name].tokens == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("loss", [PRINTED, CORRECTED, LossLaw(0.5, 30.0, 9.0, 0.2, 0.6)])
-def test_the_best_size_of_a_loss_has_the_lowest_loss(loss):
+@pytest.mark.parametrize("law", [law for law in LAWS if law.loss_law], ids=lambda law: law.name)
+def test_the_best_size_of_a_loss_has_the_lowest_loss(law):
+    loss = law.loss_law
     flops = 1e21
     best = loss.best_parameters(flops)
     losses = {
         factor: loss.loss(best * factor, flops / 6 / (best * factor)) for factor in (0.8, 1.0, 1.25)
     }
     assert min(losses, key=losses.__getitem__) == 1.0
-    (one,) = scaling_laws(flops=flops, laws=[law_of_loss("own", "", loss, (1, 1e30))]).optima
+    one = optima(flops=flops)[law.name]
     assert one.parameters == pytest.approx(best)
     assert one.loss == pytest.approx(losses[1.0])
     assert one.extrapolated == 1.0
@@ -158,13 +154,11 @@ def test_far_outside_of_the_runs_no_loss_is_shown():
 
 
 def test_within_the_runs_of_a_law_nothing_is_extrapolated():
-    chinchilla = [law for law in LAWS if law is not KAPLAN]
-    lines = scaling_lines(scaling_laws(flops=1e20, laws=chinchilla))
+    lines = scaling_lines(scaling_laws(flops=1e20))
     assert "EXTRAPOLATED" not in "\n".join(lines)
-    (one,) = scaling_laws(flops=3e22, laws=chinchilla[:1]).optima
-    assert one.extrapolated == pytest.approx(10)
-    (one,) = scaling_laws(flops=6e17, laws=chinchilla[:1]).optima
-    assert one.extrapolated == pytest.approx(10)
+    for outside in (3e22, 6e17):
+        rule = optima(flops=outside)["20 tokens per parameter"]
+        assert rule.extrapolated == pytest.approx(10)
 
 
 def test_the_page_shows_what_is_printed():

@@ -73,7 +73,7 @@ ROUGH = [["dp_shard=2", "optimizer.name=muon"], ["dp_shard=4", "parallel.reshard
 
 
 def config_of(settings: list[str]) -> tuple[Config, LlamaConfig, dict[str, int]]:
-    """Of a small model; a setting without a section is a degree."""
+    """The config of a small model; a setting without a section is a degree."""
     options = [f"--{s}" if "." in s else f"--parallel.{s}" for s in settings]
     config = load_config([*SMALL, "--parallel.dp_shard=1", *options])
     llama = resolve_flavor(config.model, 0)

@@ -6,15 +6,11 @@ import numpy as np
 from report_runs import rows, write_run
 
 from titanlite.tools.report.charts import MOST_LINES, axis, charts
-from titanlite.tools.report.fit import Trend
-from titanlite.tools.report.page import trends_of
 from titanlite.tools.report.run_data import Run, read_run
-
-NONE = Trend(None, [], [])
 
 
 def by_title(runs: list[Run]) -> dict[str, dict]:
-    return {chart["title"]: chart for chart in charts(runs, [NONE] * len(runs))}
+    return {chart["title"]: chart for chart in charts(runs)}
 
 
 def test_a_chart_without_values_is_left_out(tmp_path):
@@ -67,14 +63,6 @@ def test_several_validation_sets_have_a_mean(tmp_path):
     ]
     labels = [series["label"] for series in by_title([run, run])["Loss"]["series"]]
     assert labels == ["training", "validation, mean of all sets"] * 2
-
-
-def test_the_power_law_is_a_line_of_the_loss(tmp_path):
-    run = read_run(write_run(tmp_path / "a"))
-    first = charts([run], trends_of([run]))[0]
-    (law,) = [series for series in first["series"] if series["style"] == "fit"]
-    assert law["x"][-1] == 3000
-    assert 2.3 < law["y"][-1] < 2.6
 
 
 def test_a_logarithmic_axis_is_a_choice_only_for_positive_values(tmp_path):

@@ -7,7 +7,6 @@ from messages import assert_mentions
 from report_runs import CONFIG, EVENTS, event, write_lines, write_run
 
 from titanlite.tools.report.facts import differences, duration, findings, short, state, table
-from titanlite.tools.report.page import trends_of
 from titanlite.tools.report.run_data import read_run
 
 
@@ -70,13 +69,27 @@ def test_findings(tmp_path):
     run = read_run(write_run(tmp_path / "a"))
     run.broken = [70, 80]
     run.notes = ["metrics.jsonl: 1 damaged line was skipped"]
-    text = " ".join(findings(run, trends_of([run])[0]))
+    text = " ".join(findings(run))
     assert_mentions(
-        text, "Power law", "b = 0.3", "Spike at step "
-                                      "1,800", "No plateau", "not finite in 2 rows, first at "
-                                                             "step 70",
+        text,
+        "in the last 30 logged steps, 2,710 to 3,000",
+        "in the 30 before them, 2,410 to 2,700",
+        "Spike at step 1,800",
+        "not finite in 2 rows, first at step 70",
         "1 damaged line was skipped.",
-    )  # fmt: skip
+    )
+
+
+def test_findings_of_a_short_run_say_what_they_need(tmp_path):
+    few = [{"step": step, "loss": 3.0} for step in range(1, 10)]
+    text = " ".join(findings(read_run(write_run(tmp_path / "a", few))))
+    assert_mentions(text, "the comparison needs 16", "each needs 48 before it")
+
+
+def test_a_loss_that_rises_is_said_to_rise(tmp_path):
+    rising = [{"step": step, "loss": 3.0 + 0.01 * step} for step in range(1, 101)]
+    text = " ".join(findings(read_run(write_run(tmp_path / "a", rising))))
+    assert_mentions(text, "The mean loss rose by 0.1", "3.9550 in the last 10", "No spike")
 
 
 def test_settings_of_one_run_are_compared_with_the_defaults(tmp_path):

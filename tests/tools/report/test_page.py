@@ -153,7 +153,7 @@ def test_of_many_events_the_rare_ones_are_shown(tmp_path):
 def test_an_empty_folder_is_a_page_too(tmp_path):
     data = data_of(page(contents([read_run(tmp_path)])))
     assert data["charts"] == []
-    assert "cannot be distinguished" in data["runs"][0]["findings"][0]
+    assert "Too few logged losses" in data["runs"][0]["findings"][0]
 
 
 def test_uplot_is_the_pinned_one():

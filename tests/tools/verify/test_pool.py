@@ -93,7 +93,7 @@ def semaphores_of_a_progress_bar() -> int:
 
 
 def test_workers_leave_no_semaphores(pool):
-    """Of progress bars, which torch's compiler draws."""
+    """The progress bars that torch's compiler draws leave none behind."""
     pytest.importorskip("tqdm")
     assert pool.run(1, semaphores_of_a_progress_bar) == [0]
 

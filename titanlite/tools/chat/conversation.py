@@ -1,4 +1,4 @@
-"""A conversation as token ids, and which of them are targets of the loss.
+"""Encodes a conversation as token ids, and marks those that are targets of the loss.
 
 What it is: rows in two shapes (OpenAI's, ShareGPT's) become messages, which a template renders as
 text. Special tokens are recognised only where the template wrote them. A token is a target if any
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     """A part of a rendered conversation."""
 
     text: str
-    special: bool  # whether it is the name of a special token, and not text
+    special: bool  # the name of a special token, not text
     target: bool
 
 
@@ -55,7 +55,7 @@ def messages_of(value: Any) -> list[Message]:
 
 
 def _message_of(entry: Any) -> Message:
-    """A message. Raises ValueError with what is wrong with it."""
+    """Reads a message. Raises ValueError with what is wrong with it."""
     if not isinstance(entry, dict):
         raise ValueError(f"is of type {type(entry).__name__}")
     if "from" in entry:
@@ -86,7 +86,7 @@ def _message_of(entry: Any) -> Message:
 
 
 class ChatEncoder:
-    """Conversations to pieces, and pieces to ids."""
+    """Turns conversations into pieces, and pieces into ids."""
 
     def __init__(
         self, template: ChatTemplate, special: Sequence[str], control: Sequence[str] | None = None
@@ -101,8 +101,10 @@ class ChatEncoder:
     def pieces(
         self, messages: Sequence[Message], prompt: bool = False, last_only: bool = False
     ) -> list[Piece]:
-        """The parts of a conversation. `prompt`: up to the beginning of the next answer;
-        `last_only`: only the last answer is a target.
+        """The parts of a conversation.
+
+        `prompt`: only up to the beginning of the next answer. `last_only`: only the last answer is
+        a target.
 
         Raises TemplateError.
         """
@@ -137,18 +139,18 @@ def control_tokens(tokenizer: Tokenizer) -> list[str]:
 
 
 def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    """Matches one of the names, the longest first."""
+    """A pattern that matches one of the names, the longest first."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _hide(match: re.Match[str]) -> str:
-    """A name of a special token in a message, so that it is not recognised as one."""
+    """Hides the name of a special token in a message, so that it is not recognised as one."""
     return match[0][0] + HIDDEN + match[0][1:]
 
 
 def _ranges(rendered: Rendered) -> list[tuple[int, int, bool]]:
-    """The whole text in order: begin, end, whether the assistant says it."""
+    """Spans of the whole text: (begin, end, whether the assistant says it)."""
     ranges = []
     position = 0
     for begin, end in sorted(rendered.answers):
@@ -160,7 +162,7 @@ def _ranges(rendered: Rendered) -> list[tuple[int, int, bool]]:
 
 
 def encode(pieces: Sequence[Piece], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Ids, and which are targets. Text between special tokens is encoded as a whole."""
+    """Encodes pieces: ids, and whether each is a target. Text between special tokens is one run."""
     ids: list[int] = []
     targets: list[bool] = []
     run: list[Piece] = []
@@ -181,7 +183,7 @@ def encode(pieces: Sequence[Piece], tokenizer: Tokenizer) -> tuple[list[int], li
 
 
 def _encode_run(run: Sequence[Piece], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Text without special tokens, some of which is the assistant's."""
+    """Encodes text without special tokens, part of which is the assistant's."""
     ids, starts = tokenizer.encode_with_starts("".join(piece.text for piece in run))
     size = sum(len(piece.text) for piece in run)
     says = np.zeros(size + 1, dtype=np.int64)  # how many of the first characters are targets

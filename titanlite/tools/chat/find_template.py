@@ -1,4 +1,4 @@
-"""Where a chat template is: in a file of its own, or in tokenizer_config.json."""
+"""Finds a chat template in a file of its own or in tokenizer_config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_TEMPLATE = 1 << 22  # bytes of its file
 
 
 def read_template(path: Path) -> str:
-    """The template in a file, which is not empty. Raises ConfigError."""
+    """Reads a template from a file. Raises ConfigError, also for an empty file."""
     template = _read(path)
     if not template.strip():
         raise ConfigError(f"{path}: the file is empty; expected a chat template")

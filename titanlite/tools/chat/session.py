@@ -1,4 +1,4 @@
-"""A conversation with a model: messages so far, and the next answer.
+"""Keeps a conversation with a model and generates the next answer.
 
 What it costs: each answer computes the whole conversation before it once, then one forward per
 token, with a key/value cache.
@@ -51,15 +51,14 @@ class ChatSession:
         self.begin()
 
     def begin(self) -> None:
-        """A new conversation."""
+        """Begins a new conversation."""
         self.messages = []
         self.left_out = 0
         if self.system:
             self.messages.append({"role": "system", "content": self.system})
 
     def stop_tokens(self) -> set[int]:
-        """The ids that end an answer: eos, and the special token that the template writes after
-        one.
+        """The ids that end an answer: eos, and the special token that the template writes after it.
 
         Raises TemplateError.
         """
@@ -72,10 +71,10 @@ class ChatSession:
         return tokens
 
     def answer(self, text: str) -> Iterator[str]:
-        """The parts of the model's answer to a message.
+        """Yields the parts of the model's answer to a message.
 
-        Raises TemplateError, and ConfigError if a single message is too long for the model; the
-        conversation is as before then.
+        Raises TemplateError, and ConfigError if a single message is too long for the model. The
+        conversation then stays as it was.
         """
         before = list(self.messages)
         left_out = self.left_out
@@ -96,7 +95,7 @@ class ChatSession:
         self.messages.append({"role": "assistant", "content": "".join(parts).strip()})
 
     def _until(self, prompt: list[int], count: int, stops: set[int]) -> Iterator[int]:
-        """New tokens before one of `stops`."""
+        """Yields new tokens up to one of `stops`, which is left out."""
         sampled = generate(
             self.model,
             prompt,
@@ -112,7 +111,7 @@ class ChatSession:
             yield token
 
     def _prompt(self) -> list[int]:
-        """The conversation as ids; the oldest messages are left out where it becomes too long."""
+        """The conversation as ids. If it is too long, the oldest messages are left out."""
         room = min(self.sampling.max_new_tokens, self.model.seq_len // 4)  # for the answer
         while True:
             ids, _ = encode(self.encoder.pieces(self.messages, prompt=True), self.tokenizer)

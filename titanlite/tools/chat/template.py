@@ -1,4 +1,4 @@
-"""Chat templates: a conversation as the text that a model was trained on.
+"""Renders a conversation as the text that a model was trained on, by its chat template.
 
 What it is: a template is a Jinja program that came with a model (`chat_template.jinja`, or an entry
 of tokenizer_config.json). It is rendered as transformers does, with what the assistant says marked:
@@ -57,7 +57,7 @@ Answer:{% generation %} {{ message.content }}{{ eos_token }}{% endgeneration %}
 
 
 class TemplateError(ValueError):
-    """A template cannot render a conversation: the reason, as one line."""
+    """A template cannot render a conversation; the message is the reason, in one line."""
 
 
 class Rendered(NamedTuple):
@@ -80,8 +80,9 @@ class ChatTemplate:
         self.variables = {"bos_token": bos, "eos_token": eos}
 
     def render(self, messages: Sequence[Message], prompt: bool = False) -> Rendered:
-        """A conversation; with `prompt` up to where the assistant's next answer begins, and then
-        without the places of the answers before it, if the template does not mark them.
+        """Renders a conversation; with `prompt` only up to where the next answer begins.
+
+        With `prompt` the places of earlier answers are known only if the template marks them.
 
         Raises TemplateError.
         """
@@ -91,11 +92,11 @@ class ChatTemplate:
         return Rendered(rendered.text, self._by_prefixes(messages, rendered.text))
 
     def text(self, messages: Sequence[Message]) -> str:
-        """A conversation, without looking for its answers. Raises TemplateError."""
+        """Renders a conversation without looking for its answers. Raises TemplateError."""
         return self._ask(messages, False).text
 
     def _by_prefixes(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
-        """Where the answers are in the text of a template without marks."""
+        """Finds the places of the answers in the text of a template without marks."""
         answers = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -112,7 +113,7 @@ class ChatTemplate:
         return answers
 
     def _ask(self, messages: Sequence[Message], prompt: bool) -> Rendered:
-        """The text, with the answers that the template marks."""
+        """Asks the child for the text and the answers that the template marks."""
         variables: dict[str, Any] = dict(self.variables)
         variables["messages"] = [dict(message) for message in messages]
         variables["add_generation_prompt"] = prompt

@@ -1,4 +1,4 @@
-"""Printing text while it is generated."""
+"""Turns generated tokens into printable text while they arrive."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 
 from titanlite.tokenizer.tokenizer import Tokenizer
 
-CONTEXT = 8  # tokens before, on which the text of the first new one may depend
+CONTEXT = 8  # earlier tokens on which the text of the first new token may depend
 
 
 def text_stream(tokens: Iterable[int], tokenizer: Tokenizer, before: list[int]) -> Iterator[str]:
-    """The text of new tokens in parts, each of which is complete.
+    """Yields the text of new tokens in parts that consist of whole characters.
 
-    A character may be several tokens: it comes with the last of them. `before`: the prompt's.
+    A character of several tokens comes with the last of them. `before` are the prompt's tokens.
     """
     ids = before[-CONTEXT:]
     printed = len(tokenizer.decode(ids))

@@ -1,7 +1,4 @@
-"""`titanlite break`: planted faults, to predict, to see and to understand.
-
-The options of the command, and its dialogue on a terminal.
-"""
+"""`titanlite break`: plants faults to predict and to understand."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ stay as they are: the patch exists in worker processes only."""
 def run(argv: list[str]) -> int:
     """Runs the command. Returns 0, also if a prediction was wrong. Raises ConfigError."""
     options = _options(argv)
-    # The parts that the faults patch import torch
+    # Imports torch, like the parts that the faults patch
     from titanlite.tools.faults.catalogue import FAULTS, find_fault
 
     faults = [find_fault(name) for name in options.names] or list(FAULTS)

@@ -1,8 +1,8 @@
-"""`titanlite chat`: a conversation with a model in the terminal.
+"""`titanlite chat`: holds a conversation with a model in the terminal.
 
-What it is: what is typed becomes a user's message; the chat template makes a prompt of the whole
-conversation, and the answer is printed while it is generated. The template is the checkpoint's (of
-the data that it was trained on, or of the model's folder), else a plain one.
+What it is: each line becomes a user's message. The chat template makes a prompt of the whole
+conversation, and the answer is printed while it is generated. The template comes from the
+checkpoint (from its training data or the model's folder); without one a plain template is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from titanlite.tools.chat.session import ChatSession
 
 HELP = "Ctrl-D or /exit ends, /new begins another conversation"
-DEFAULT_CONTEXT = 4096  # tokens, where the checkpoint does not know the length of its training
+DEFAULT_CONTEXT = 4096  # tokens, if the checkpoint does not name its sequence length
 
 
 def run(argv: list[str]) -> int:
@@ -67,8 +67,8 @@ def run(argv: list[str]) -> int:
 def _talk(session: ChatSession, prompt: str) -> None:
     """Prints the answer to the prompt, or to each line that is read.
 
-    Raises ConfigError for what cannot be answered; where a person types, it is shown and the
-    conversation goes on.
+    Raises ConfigError for a message that cannot be answered. On a terminal the error is printed
+    and the conversation goes on.
     """
     from titanlite.tools.chat.template import TemplateError
 
@@ -99,7 +99,7 @@ def _talk(session: ChatSession, prompt: str) -> None:
 
 
 def _lines(typed: bool) -> Iterator[str]:
-    """What is typed or piped, without blank lines, up to its end or /exit."""
+    """Yields the lines that are typed or piped, without blank ones, up to the end or /exit."""
     if typed:
         print(HELP, file=sys.stderr)
     while True:

@@ -1,6 +1,4 @@
-"""`titanlite evaluate`: perplexity on prepared text, and tasks of lm-eval, of a checkpoint of any
-format.
-"""
+"""`titanlite evaluate`: evaluates a checkpoint on prepared text and on tasks of lm-eval."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ def run(argv: list[str]) -> int:
     shared = SharedModel(full, device, length)
     if this_rank() == 0:
         print(f"{full.path}: {shared.describe()}", file=sys.stderr)
-    # Without its cache: that would keep the weights which FSDP gathers, and frees
+    # Without autocast's cache, which would keep weights that FSDP frees
     low_precision = options.dtype == "bfloat16"
     with torch.autocast(device.type, torch.bfloat16, low_precision, cache_enabled=False):
         results = _evaluate(options, full, shared, tokenizer, texts)
@@ -74,7 +72,7 @@ def _report(
     length: int,
     results: dict[str, dict[str, float]],
 ) -> None:
-    """Prints the results, and writes them where they belong."""
+    """Prints the results, and writes them to the run's folder and to --json."""
     from titanlite.tools.evaluate.record import append, run_folder_of
 
     print("\n".join(_table(results)))
@@ -181,8 +179,9 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 
 def _prepared(options: argparse.Namespace, tokenizer: Tokenizer) -> list[PreparedData]:
-    """The data of --perplexity; text that is not prepared yet is prepared by rank 0, with the
-    checkpoint's tokenizer.
+    """The data of --perplexity.
+
+    Rank 0 prepares text that is not prepared yet, with the checkpoint's tokenizer.
     """
     from titanlite.data.prepared import PreparedData
     from titanlite.distributed.agreement import PATIENT, broadcast, on_all_ranks
@@ -218,8 +217,9 @@ def _evaluate(
     tokenizer: Tokenizer,
     texts: list[PreparedData],
 ) -> dict[str, dict[str, float]]:
-    """Set or task -> metric -> value; those of tasks on rank 0, which computes them while the other
-    processes follow.
+    """Set or task -> metric -> value.
+
+    Rank 0 runs the tasks and alone has their results; the other processes follow its forwards.
     """
     from titanlite.tools.evaluate.perplexity import Reading, perplexity
     from titanlite.tools.formats.shared_model import this_rank

@@ -1,7 +1,6 @@
-"""`titanlite explain`: one step in order, with what each collective is for and where it is called.
+"""`titanlite explain`: shows one step in order, with the purpose and the line of each collective.
 
-The options of the command. The step is run in other processes; this one imports torch for their
-functions.
+The step runs in other processes; this one imports torch for their functions.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def run(argv: list[str]) -> int:
         processes = 1
         for axis in AXES:
             processes *= max(1, getattr(config.parallel, axis))
-    # Imports torch, which `--help` and mistakes in the config need not wait for
+    # Imports torch, for which `--help` and mistakes in the config need not wait
     from titanlite.tools.explain.explain import REAL, explain
     from titanlite.tools.explain.page import page
     from titanlite.tools.explain.show import explanation_lines
@@ -46,7 +45,7 @@ def run(argv: list[str]) -> int:
     real = processes <= REAL and not options.pretend
     if options.rank >= processes:
         raise ConfigError(f"--rank {options.rank}: expected one of {processes} ranks, from 0 on")
-    if options.html and not options.html.parent.is_dir():  # said before the step is run
+    if options.html and not options.html.parent.is_dir():  # reported before the step is run
         raise ConfigError(
             f"--html {options.html}: no folder {options.html.parent}; expected a file in one that "
             "exists"

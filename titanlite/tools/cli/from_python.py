@@ -1,4 +1,4 @@
-"""`titanlite.launch`: a training run as one call from Python.
+"""`titanlite.launch`: starts a training run by one call from Python.
 
 What it is: starts `titanlite train` as a child process, waits for it, and returns what the run
 left. The child is the launcher of `launch.py`, which starts the training processes and ends when
@@ -8,8 +8,8 @@ threads and a process group that a training process must not share. The caller d
 torch.
 What it costs: the start of one more Python process.
 
-The child does not outlive its caller: it stops the run, as SIGTERM does, when its parent process
-has changed. The training processes in turn do the same when the child has ended.
+The child does not outlive its caller: when its parent process has ended, it stops the run as
+SIGTERM does. The training processes do the same when the child has ended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from titanlite.runtime import interpreter
 from titanlite.runtime.errors import EXIT_CONFIG, EXIT_STOPPED, LAUNCHED, LISTENER, ConfigError
 from titanlite.tools.cli.processes import RANK_VARIABLES
 
-# Set by a launcher of the caller, for the caller's own processes
+# Variables that a launcher of the caller has set for the caller's own processes
 OTHERS = (
     *RANK_VARIABLES,
     "NNODES",
@@ -44,18 +44,17 @@ OTHERS = (
     LISTENER,
     "TORCHELASTIC_RUN_ID",
 )
-PERIOD = 0.5  # seconds between the child's looks at its parent
+PERIOD = 0.5  # seconds between the child's checks of its parent
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left."""
+    """The result of a run."""
 
     folder: Path  # with checkpoints, metrics.jsonl and log.txt
-    # 0: finished; 75: stopped after saving, the same call continues it; else: failed
+    # 0: finished; 75: stopped after saving, and the same call continues it; else: failed
     exit_code: int
-    # Of each column of metrics.jsonl the last value
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)  # last values of metrics.jsonl
 
     @property
     def stopped(self) -> bool:
@@ -102,7 +101,7 @@ def launch(
         if not is_integer or processes < 1:
             raise ConfigError(f"processes = {processes!r}: expected an integer from 1")
 
-    # Later ones replace earlier ones: `env` has the last word
+    # Later variables replace earlier ones, so `env` is last
     variables = {name: value for name, value in os.environ.items() if name not in OTHERS}
     variables |= _mlflow_parent()
     if processes:
@@ -118,7 +117,7 @@ def launch(
 
 
 def _keys(overrides: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
-    """section.key and value, from names with a dot and from nested mappings."""
+    """Yields section.key and value, from names with a dot and from nested mappings."""
     for name, value in overrides.items():
         if isinstance(value, Mapping) and not section and "." not in name:
             yield from _keys(value, f"{name}.")
@@ -148,7 +147,7 @@ def _mlflow_parent() -> dict[str, str]:
 def _call(
     argv: list[str], variables: dict[str, str], timeout: float | None
 ) -> tuple[int, list[str]]:
-    """Runs the child to its end. The exit code, and the problems of the input."""
+    """Runs the child to its end. Returns the exit code and the problems of the input."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as problems:
         command = interpreter.call(child, os.getpid(), problems.fileno(), *argv)
         # In another session, so that Ctrl-C reaches only the caller, which forwards it.
@@ -165,7 +164,7 @@ def _call(
 
 
 def _wait(process: subprocess.Popen[bytes], timeout: float | None) -> int:
-    """The exit code.
+    """Waits for the child and returns its exit code.
 
     After `timeout` seconds, and if an exception ends the waiting, the child is stopped first.
     """
@@ -199,7 +198,7 @@ def _stop(process: subprocess.Popen[bytes]) -> int:
 
 
 def _exit_code(code: int) -> int:
-    """Of a process that a signal has ended 128 + the signal's number, as in a shell."""
+    """The exit code as in a shell: 128 + its number after a signal."""
     if code < 0:
         return 128 - code
     return code
@@ -216,9 +215,9 @@ def _last_values(path: Path) -> dict[str, Any]:
 
 
 def child(caller: str, file_number: str, *argv: str) -> int:
-    """The child: `titanlite train` for the process `caller`.
+    """Runs `titanlite train` for the process `caller`, in the child.
 
-    Problems of the input are written to a file.
+    Writes problems of the input to a file.
     """
     from titanlite.tools.cli.launch import launch as train
     from titanlite.tools.cli.main import limit_spinning
@@ -238,7 +237,7 @@ def child(caller: str, file_number: str, *argv: str) -> int:
 
 
 def _follow(caller: int) -> None:
-    """Thread of the child: stops the run when the caller has ended."""
+    """Stops the run when the caller has ended; runs in a thread of the child."""
     while os.getppid() == caller:
         time.sleep(PERIOD)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,6 +1,4 @@
-"""`titanlite generate`: samples text from a checkpoint of any format, after one prompt or after
-each of a file.
-"""
+"""`titanlite generate`: samples text from a checkpoint, after one prompt or each of a file."""
 
 from __future__ import annotations
 
@@ -112,7 +110,7 @@ def _continue_file(
     shared = SharedModel(full, device, length)
     if this_rank() == 0:
         print(_description(full, shared, length), file=sys.stderr)
-    # No larger than leaves a batch for each process
+    # Small enough that each process has a batch
     size = min(options.batch, -(-len(rows) // num_ranks()))
     own_batches = batches_of(to_continue, size)[this_rank() :: num_ranks()]
     texts: list[tuple[int, str]] = []

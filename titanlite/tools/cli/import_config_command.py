@@ -14,8 +14,8 @@ from titanlite.tools.import_config.mapping import Draft, to_toml
 EPILOG = """\
 Writes the keys that differ from titanlite's defaults, each with the foreign key that it comes
 from. What has no equal, and what is to be decided, stands at the end of the file and on standard
-error. The file loads as it is: `titanlite config FILE.toml` shows all keys. Tables of the keys:
-docs/coming_from.md."""
+error. The file loads as it is: `titanlite train FILE.toml --print-config` shows all
+keys. Tables of the keys: docs/coming_from.md."""
 
 
 def run(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The launcher: checks a run and starts the training processes of this node.
+"""Checks a run and starts the training processes of this node.
 
 What it is: `titanlite train`, which run_train.sh calls. It checks the config and prepares the data
 without importing torch (except to count CUDA devices, where there is a driver), so that a mistake
@@ -31,7 +31,7 @@ from titanlite.tools.cli.stops import stoppable
 from titanlite.tools.prepare.cache import find_text, prepare
 from titanlite.tools.prepare.sources import Found
 
-DRIVERS = ("nvidiactl", "dxg", "kfd")  # of NVIDIA, on Linux and in WSL, and of AMD
+DRIVERS = ("nvidiactl", "dxg", "kfd")  # NVIDIA on Linux, NVIDIA in WSL, AMD
 LOOPBACK = "127.0.0.1"
 TRAIN = program_folder() / "train.py"
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -48,7 +48,7 @@ def launch(argv: list[str]) -> int:
         raise ConfigError(
             f"{TRAIN}: no such file; titanlite is not completely installed, install it again"
         )
-    # Which the training processes import, and this one does not
+    # The training processes import it, and this one does not
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(without_package("torch"))
     config = load_config(argv)
@@ -141,7 +141,7 @@ def collected(problems: list[str]) -> Iterator[None]:
 
 
 def environment_number(name: str, default: int, low: int = 1, high: int = 1_000_000) -> int:
-    """A number from the environment. Raises ConfigError for anything else."""
+    """Reads a number from the environment. Raises ConfigError for anything else."""
     text = os.environ.get(name) or str(default)
     if not text.isdecimal() or not low <= int(text) <= high:
         raise ConfigError(
@@ -151,7 +151,7 @@ def environment_number(name: str, default: int, low: int = 1, high: int = 1_000_
 
 
 def _default_processes(device: str) -> int:
-    """One process per CUDA device, or a single one on the CPU.
+    """The number of processes: one per CUDA device, or a single one on the CPU.
 
     Without a driver there is no need to import torch.
     """
@@ -163,12 +163,10 @@ def _default_processes(device: str) -> int:
 
 
 def usable_cores() -> int:
-    """The number of cores to compute with, at least 1: that many threads, over all processes, are
-    started.
+    """The number of cores to compute with, at least 1, which is the number of threads to start.
 
-    Cores, not hardware threads: two threads that share a core have one set of arithmetic units, and
-    a matrix product gains nothing from the second. And not more than a container may use, which
-    sees all cores of its machine.
+    Hardware threads of one core share its arithmetic units, so a matrix product gains nothing from
+    the second. A container sees all cores of its machine, so its quota is a limit too.
     """
     threads = set(range(os.cpu_count() or 1))
     if hasattr(os, "sched_getaffinity"):  # on Linux
@@ -178,18 +176,14 @@ def usable_cores() -> int:
 
 
 def _siblings(thread: int) -> str:
-    """The hardware threads that share this one's core, as Linux lists them; elsewhere the thread
-    itself.
-    """
+    """The hardware threads of this one's core, as Linux lists them; elsewhere the thread alone."""
     with contextlib.suppress(OSError):
         return (TOPOLOGY / f"cpu{thread}/topology/thread_siblings_list").read_text().strip()
     return str(thread)
 
 
 def _quota() -> float:
-    """How many cores' time may be used: the least that this process's control group, or one above
-    it, is given.
-    """
+    """The quota in cores: the least of this process's control group and those above it."""
     lines = ["0::/", "0:cpu:/"]
     with contextlib.suppress(OSError):
         lines += OWN_GROUPS.read_text().splitlines()

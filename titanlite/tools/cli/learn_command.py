@@ -1,6 +1,6 @@
-"""`titanlite learn`: the course, its exercises and their grader.
+"""`titanlite learn`: lays out the exercises of the course and grades them.
 
-The options of the command and its exit code. Only `check` of a program imports torch.
+Only `check` of a program imports torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ACTIONS = ("start", "check")
 
 
 def run(argv: list[str]) -> int:
-    """Returns 0, or 1 if an exercise is not right yet. Raises ConfigError."""
+    """Runs the command. Returns 1 if an exercise is not right yet. Raises ConfigError."""
     if argv and argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0
@@ -113,7 +113,7 @@ def _folder(options: argparse.Namespace) -> Path:
 
 
 def _check_program(lesson: Lesson, folder: Path, timeout: float) -> tuple[bool, list[str]]:
-    # They import torch, which the other actions do not need
+    # These import torch, which the other actions do not need
     from titanlite.tools.learn.check import check_program
     from titanlite.tools.verify.pool import Pool
 

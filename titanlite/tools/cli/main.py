@@ -1,4 +1,4 @@
-"""The command `titanlite`.
+"""Runs the subcommands of `titanlite`.
 
 What it is: a subcommand is a file in this folder, which is imported when the command is called.
 Why it is here: commands that do not compute do not import torch, so they start in a fraction of a
@@ -12,57 +12,124 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Callable
+from typing import NamedTuple
 
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import EXIT_CONFIG, ConfigError
 from titanlite.runtime.interpreter import leave_out_current_folder, without_package
 
-COMMANDS = (
-    "train",
-    "config",
-    "schedule",
-    "plan",
-    "explain",
-    "prepare",
-    "verify",
-    "break",
-    "learn",
-    "generate",
-    "chat",
-    "convert",
-    "checkpoint",
-    "evaluate",
-    "report",
-    "tokenizer",
-    "import-config",
-    "eject",
-)
-# pyproject.toml's
+HELP = ("-h", "--help")
+
+
+class Command(NamedTuple):
+    """The line of a command in `titanlite --help`, and the examples at the end of its own help."""
+
+    usage: str  # its arguments
+    summary: str
+    examples: tuple[str, ...]
+
+
+COMMANDS = {
+    "train": Command(
+        "[CONFIG] [--section.key=value ...]",
+        "train, as ./run_train.sh; --help lists every key",
+        ("train debug --training.steps=100", "train llama3_8b --parallel.tp=2 --print-config"),
+    ),
+    "plan": Command(
+        "[CONFIG] [--gpus N] [--gpu NAME] [...]",
+        "what a run needs, before it: memory, time, cost",
+        ("plan llama3_8b --gpus 64 --estimate", "plan llama3_70b --gpus 256 --search"),
+    ),
+    "explain": Command(
+        "[CONFIG] [--layout L] [--html FILE]",
+        "one step in order: each collective and its cause",
+        ("explain debug --layout dp_shard=2,tp=2",),
+    ),
+    "prepare": Command(
+        "SOURCE... --out FOLDER | [CONFIG]",
+        "tokenise text, or the data of a config; --inspect",
+        ("prepare my_texts --out my_data", "prepare --inspect my_data"),
+    ),
+    "verify": Command(
+        "[CONFIG] [--quick] [--processes N]",
+        "show that every parallel layout equals one process",
+        ("verify --quick", "verify debug --layout dp_shard=2,tp=2"),
+    ),
+    "break": Command(
+        "[NAME ...] [--show] [--list]",
+        "plant a fault, predict which figure shows it",
+        ("break rank-means", "break --list"),
+    ),
+    "learn": Command(
+        "[start LESSON | check [FOLDER]]",
+        "the course: exercises, graded on this machine",
+        ("learn start ddp", "learn check learn-ddp"),
+    ),
+    "generate": Command(
+        "CHECKPOINT [--prompt TEXT]",
+        "sample text from a checkpoint of any format",
+        ("generate outputs/debug --prompt 'class Test'",),
+    ),
+    "chat": Command(
+        "CHECKPOINT [--prompt TEXT]",
+        "talk to a model in the terminal",
+        ("chat outputs/lora --system 'Answer in one word.'",),
+    ),
+    "convert": Command(
+        "SOURCE TARGET [--to FORMAT]",
+        "write a checkpoint in another format and check it",
+        ("convert outputs/debug debug_hf --to hf",),
+    ),
+    "checkpoint": Command(
+        "list|verify|show|diff|prune ...",
+        "list, check, show and delete checkpoints of a run",
+        ("checkpoint list outputs/debug", "checkpoint prune outputs/debug --keep 3 --dry-run"),
+    ),
+    "evaluate": Command(
+        "CHECKPOINT [--tasks A,B] [...]",
+        "tasks of lm-eval; --perplexity DATA: loss on a text",
+        ("evaluate outputs/debug --perplexity my_texts",),
+    ),
+    "report": Command(
+        "RUN... [--text] [--live] [--out FILE]",
+        "charts and findings of a run, or several compared",
+        ("report outputs/debug --text", "report outputs/first outputs/second"),
+    ),
+    "tokenizer": Command(
+        "train|info|encode|decode ...",
+        "train, describe or use a byte-pair encoding",
+        ("tokenizer train my.model --data-path my_texts", "tokenizer encode my.model 'def f(x):'"),
+    ),
+    "import-config": Command(
+        "FILE [--out FILE.toml]",
+        "the config of another trainer as one of ours",
+        ("import-config ds_config.json --out mine.toml",),
+    ),
+    "eject": Command(
+        "FOLDER",
+        "copy train.py and the configs, to change them there",
+        ("eject my_project",),
+    ),
+}
+# The dependencies in pyproject.toml
 DEPENDENCIES = ("torch", "numpy", "tiktoken", "regex", "safetensors", "tqdm", "tomli")
-USAGE = """usage: titanlite COMMAND ...
 
-  train [CONFIG] [--section.key=value ...]       train, as ./run_train.sh; --help lists every key
-  config [CONFIG] [--section.key=value ...]      check a configuration, print it as TOML
-  schedule [CONFIG] [--key=value ...] [--svg F]  draw the learning rate and batch size of each step
-  plan [CONFIG] [--gpus N] [--gpu NAME] [...]    what a run needs: memory, time, cost, before it
-  explain [CONFIG] [--layout L] [--html FILE]    one step in order: each collective and its cause
-  prepare SOURCE... --out FOLDER                 tokenise text, JSONL, Parquet and more
-  prepare --inspect FOLDER                       describe and verify tokenised data
-  prepare [CONFIG] [--section.key=value ...]     tokenise a configuration's data into the cache
-  verify [CONFIG] [--quick] [--processes N]      show that every parallel layout equals one process
-  break [NAME ...] [--show] [--list]             plant a fault, predict which figure shows it
-  learn [start LESSON | check [FOLDER]]          the course: exercises, graded on this machine
-  generate CHECKPOINT [--prompt TEXT]            sample text from a checkpoint of any format
-  chat CHECKPOINT [--prompt TEXT]                talk to a model in the terminal
-  convert SOURCE TARGET [--to FORMAT]            write a checkpoint in another format and check it
-  checkpoint list|verify|show|diff|prune ...     list, check, show and delete checkpoints of a run
-  evaluate CHECKPOINT [--tasks A,B] [...]        tasks of lm-eval; --perplexity DATA: loss on a text
-  report RUN... [--text] [--live] [--out FILE]   charts and findings of a run, or several compared
-  tokenizer train|info|encode|decode ...         train, describe or use a byte-pair encoding
-  import-config FILE [--out FILE.toml]           the config of another trainer as one of ours
-  eject FOLDER                                   copy train.py and the configs, to change them there
 
-`titanlite COMMAND --help` lists the options."""
+def usage() -> str:
+    """The text of `titanlite --help`: a line for each command."""
+    lines = [
+        f"  {f'{name} {command.usage}':<46} {command.summary}" for name, command in COMMANDS.items()
+    ]
+    return "\n".join(
+        [
+            "usage: titanlite COMMAND ...",
+            "",
+            *lines,
+            "",
+            "`titanlite COMMAND --help` lists the options and shows examples.",
+        ]
+    )
 
 
 def limit_spinning() -> None:
@@ -110,19 +177,34 @@ def main(argv: list[str] | None = None) -> int:
 def run_command(name: str, arguments: list[str]) -> int:
     """Imports the file of the command and runs it. Raises ConfigError for an unknown name."""
     try:
-        if name in ("-h", "--help"):
-            print(USAGE)
+        if name in HELP:
+            print(usage())
             return 0
         if name not in COMMANDS:
             hint = suggestion(name, list(COMMANDS))
-            raise ConfigError([f"unknown command {name!r}{hint}", *USAGE.splitlines()])
+            raise ConfigError([f"unknown command {name!r}{hint}", *usage().splitlines()])
         file = name.replace("-", "_") + "_command"
         module = importlib.import_module(f"titanlite.tools.cli.{file}")
+        if set(HELP) & set(arguments):
+            return _print_help(name, module.run, arguments)
         code: int = module.run(arguments)
         return code
     finally:
         # While `main` can still handle a closed pipe: at its end the interpreter prints a traceback
         sys.stdout.flush()
+
+
+def _print_help(name: str, run: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """Lets the command print its help, and adds its examples."""
+    try:
+        run(arguments)
+    except SystemExit as end:  # argparse ends the process after --help, and after wrong arguments
+        if end.code:
+            raise
+    print("\nexamples:")
+    for example in COMMANDS[name].examples:
+        print(f"  titanlite {example}")
+    return 0
 
 
 def _print_errors(problems: list[str]) -> int:

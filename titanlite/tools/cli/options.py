@@ -1,6 +1,4 @@
-"""Options of several commands: `--help` of those with a config, and numbers with bounds for
-argparse.
-"""
+"""Options that several commands share: a checkpoint, sampling, and numbers with bounds."""
 
 from __future__ import annotations
 
@@ -10,20 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from titanlite.config.help import help_text
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch  # slow to import: not for the options alone
-
-
-def wants_help(argv: list[str]) -> bool:
-    """Prints the help of all config keys if `argv` asks for it; whether it did."""
-    wanted = bool({"-h", "--help"} & set(argv))
-    if wanted:
-        print(help_text())
-    return wanted
 
 
 def at_least(
@@ -47,7 +36,7 @@ def at_least(
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Which of a checkpoint's weights, what its files lack, and where it computes."""
+    """Adds the options of the commands that compute with a checkpoint's weights."""
     parser.add_argument(
         "--step", type=at_least(int, 0), help="step of the checkpoint; default: the newest"
     )
@@ -71,7 +60,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """How new tokens are chosen: see `model/generate.py`."""
+    """Adds the options for choosing new tokens: see `model/generate.py`."""
     parser.add_argument(
         "--temperature",
         type=at_least(float, 0),
@@ -93,7 +82,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def device_of(options: argparse.Namespace) -> torch.device:
-    """The device of `--device`. Raises ConfigError."""
+    """Returns the device that `--device` names. Raises ConfigError."""
     import torch
 
     if options.device == "cpu":
@@ -106,9 +95,7 @@ def device_of(options: argparse.Namespace) -> torch.device:
 
 
 class StrictParser(argparse.ArgumentParser):
-    """A parser whose errors are ConfigErrors, with the most similar option for one that does not
-    exist.
-    """
+    """A parser that raises ConfigError, and suggests the most similar option for an unknown one."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)

@@ -1,7 +1,7 @@
-"""`titanlite plan`: whether a config fits, how fast it is, and what it costs, before it is run.
+"""`titanlite plan`: says whether a config fits, how fast it is, and what it costs.
 
-With `--estimate` by arithmetic, in a fraction of a second and without torch; else the program is
-traced on pretended processes.
+With `--estimate` it computes this by formula, in a fraction of a second and without torch. Else it
+traces the program on pretended processes.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from titanlite.tools.plan.machines import Machine, find_machine, price_of, read_
 from titanlite.tools.plan.page import page
 from titanlite.tools.plan.plan import Plan, make_plan, with_dtype
 from titanlite.tools.plan.scaling import scaling_laws, scaling_lines
+from titanlite.tools.plan.schedule import schedule_lines, schedule_points
 from titanlite.tools.plan.search import as_toml, search
 from titanlite.tools.plan.show import plan_json, plan_lines, search_lines
 
@@ -49,7 +50,7 @@ tensors without numbers, which takes half a minute or more; then the communicati
 where blocks are not compiled, the activations are counted, and only times are estimated.
 docs/plan.md says what the numbers are."""
 MAX_GPUS = 2**20
-SAVE_BANDWIDTH = 1e9  # bytes per second and node, that --save-seconds replaces
+SAVE_BANDWIDTH = 1e9  # bytes per second and node, unless --save-seconds is given
 
 
 def run(argv: list[str]) -> int:
@@ -62,9 +63,6 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             [f"unknown option {word}{suggestion(word, names)}; see --help" for word in unknown]
         )
-    if options.fit:
-        _require_alone("--fit", options, rest)
-        return _fit(options.fit)
     config = load_config(rest)
     if config.model.flavor == FROM_CHECKPOINT:
         # Imports torch, which reads the checkpoint's shape
@@ -121,7 +119,7 @@ def _search(
 
 
 def write_file(option: str, path: Path, text: str) -> None:
-    """Raises ConfigError, naming the option."""
+    """Writes a file. Raises ConfigError that names the option."""
     try:
         replace_file(path.absolute(), text.encode())
     except OSError as error:
@@ -168,35 +166,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
-    parser.add_argument(
-        "--fit", nargs="+", type=Path, metavar="RUN", help="fit a scaling law to these runs"
-    )
     return parser
-
-
-def _require_alone(option: str, options: argparse.Namespace, rest: list[str]) -> None:
-    """Raises ConfigError for options that would have no effect beside this one."""
-    given = [*rest]
-    for name in ("html", "json", "tokens", "flops", "days", "search", "gpus", "estimate"):
-        if getattr(options, name) and f"--{name}" != option:
-            given.append(f"--{name}")
-    if given:
-        raise ConfigError(f"{option}: found {' '.join(given)} too, which has no effect there")
-
-
-def _fit(folders: list[Path]) -> int:
-    """Fits the loss of the user's own runs."""
-    from titanlite.tools.plan.fit import fit_lines, fit_runs  # imports numpy
-
-    print("\n".join(fit_lines(fit_runs(folders))))
-    return 0
 
 
 def model_of(config: Config) -> LlamaConfig:
     """The shape of a config's model. Raises ConfigError."""
     llama = resolve_flavor(config.model, 0)
     if llama.vocab_size == 0:
-        from titanlite.tokenizer.tokenizer import Tokenizer  # for its size alone
+        from titanlite.tokenizer.tokenizer import Tokenizer  # for its vocabulary size
 
         llama = resolve_flavor(config.model, Tokenizer(config.data.tokenizer).size)
     return llama
@@ -211,8 +188,9 @@ def _processes(config: Config) -> int:
 
 
 def _budget(plan: Plan, options: argparse.Namespace) -> Budget | None:
-    """Of the run that the options describe, else of the config's; None if only the data says how
-    long that is.
+    """The budget of the run that the options describe, else the config.
+
+    None if the length depends on data that is not read.
     """
     config = plan.config
     training = config.training
@@ -241,8 +219,14 @@ def _budget(plan: Plan, options: argparse.Namespace) -> Budget | None:
     )
 
 
+def _has_length_of_config(config: Config, options: argparse.Namespace) -> bool:
+    """Whether the planned run has the steps of the config."""
+    given = (options.tokens, options.flops, options.days)
+    return given == (None, None, None) and not config.training.epochs
+
+
 def _interval(plan: Plan, options: argparse.Namespace) -> SaveInterval:
-    """When to save, if each node writes at SAVE_BANDWIDTH."""
+    """The best interval between saves, if each node writes at SAVE_BANDWIDTH."""
     nodes = -(-plan.gpus // plan.machine.gpus_per_node)
     size = checkpoint_bytes(plan.llama, plan.config)
     saving = options.save_seconds or size / (SAVE_BANDWIDTH * nodes)
@@ -250,7 +234,7 @@ def _interval(plan: Plan, options: argparse.Namespace) -> SaveInterval:
 
 
 def _run_lines(plan: Plan, budget: Budget | None, options: argparse.Namespace) -> list[str]:
-    """The run as a whole: its length, cost, checkpoints, and what scaling laws say of it."""
+    """Lines about the whole run: length, cost, checkpoints, schedule and scaling laws."""
     if budget is None:
         epochs = plan.config.training.epochs
         return [f"The run: training.epochs = {epochs:g} of data that is not read; give --tokens"]
@@ -263,18 +247,19 @@ def _run_lines(plan: Plan, budget: Budget | None, options: argparse.Namespace) -
         lines = ["The run, if it did fit"]
     if config.training.batch_ramp and options.days is None:
         lines.append("  (by the speed of the first batch size)")
-    return [
-        *lines,
+    lines += [
         *budget_lines(budget),
         *flops_lines(flops, config.training.seq_len),
         *save_lines(_interval(plan, options), size, plan.time.total, budget.seconds),
         "",
-        *scaling_lines(scaling_laws(parameters=parameters, tokens=budget.tokens)),
     ]
+    if _has_length_of_config(config, options):
+        lines += [*schedule_lines(schedule_points(config)), ""]
+    return [*lines, *scaling_lines(scaling_laws(parameters=parameters, tokens=budget.tokens))]
 
 
 def _run_contents(plan: Plan, budget: Budget | None, options: argparse.Namespace) -> dict[str, Any]:
-    """The same as plain data."""
+    """The run as a whole, as plain data."""
     interval = _interval(plan, options)
     contents: dict[str, Any] = {
         "flops_per_token": flops_per_token(
@@ -283,7 +268,10 @@ def _run_contents(plan: Plan, budget: Budget | None, options: argparse.Namespace
         "checkpoint_bytes": checkpoint_bytes(plan.llama, plan.config),
         "save_interval": dataclasses.asdict(interval),
         "budget": None,
+        "schedule": [],
     }
+    if _has_length_of_config(plan.config, options):
+        contents["schedule"] = [point._asdict() for point in schedule_points(plan.config)]
     if budget is not None:
         contents["budget"] = dataclasses.asdict(budget) | {
             "gpu_hours": budget.gpu_hours,

@@ -1,5 +1,4 @@
-"""The training processes of a node: starts them, forwards signals to them, and turns their exit
-codes into one.
+"""Starts the training processes of a node, forwards signals, and turns their exit codes into one.
 
 What it is: the part of the launcher that runs while training runs. Each process is train.py with
 its rank in the environment, under the names that torchrun uses. Signals (SIGTERM, Ctrl-C, or a
@@ -33,11 +32,11 @@ from titanlite.runtime.errors import (
     ConfigError,
 )
 
-# Seconds until processes that still run are killed: after one has failed, and after the watchdog
-# has ended one. After a hang, only a frozen process still runs then
+# Seconds until processes that still run are killed, after one has failed and after the watchdog has
+# ended one; after a hang only a frozen process still runs then
 GRACE = 30.0
 HUNG_GRACE = 2.0
-PERIOD = 0.05  # seconds between looks at the processes and at the signals
+PERIOD = 0.05  # seconds between checks of the processes and the signals
 # Descriptors that rank 0 needs: it serves the store, with two connections per rank, and gloo
 # connects all ranks twice, for training and for checkpoints. Counted: 61 with 2 ranks, 69 with 4,
 # 85 with 8.
@@ -105,7 +104,7 @@ def _is_ip_address(text: str) -> bool:
 
 
 class Group(NamedTuple):
-    """The processes of a run, and where they meet."""
+    """The processes of a run, and the address where they meet."""
 
     num_nodes: int
     node: int  # this one
@@ -119,11 +118,9 @@ class Group(NamedTuple):
 
 
 def run(command: list[str], variables: dict[str, str], group: Group, signals: Signals) -> int:
-    """Runs this node's processes until all have ended, and returns the run's exit code on this
-    node.
+    """Runs this node's processes to their end, and returns the run's exit code on this node.
 
-    `variables`: of the environment, beside those that are inherited. Raises ConfigError if it
-    cannot.
+    `variables` are added to the environment. Raises ConfigError if the processes cannot be started.
     """
     inherited = dict(os.environ)
     for name in (*RANK_VARIABLES, LISTENER):  # which another launcher may have set
@@ -188,8 +185,8 @@ def start(
 def wait(processes: dict[int, subprocess.Popen[bytes]], signals: Signals) -> int:
     """Waits until all processes (rank -> process) have ended; returns the run's exit code.
 
-    The first request to stop is forwarded as SIGTERM, also for Ctrl-C: a process that does not
-    handle it yet is ended by it without a stack trace. The next one kills, since a process that
+    The first request to stop is forwarded as SIGTERM, also for Ctrl-C, since SIGTERM ends a process
+    that does not handle it yet without a stack trace. The next request kills, since a process that
     waits in a collective runs no handler. When a process fails, the others get SIGTERM too, and are
     killed if they still run after `GRACE` seconds.
     """
@@ -226,8 +223,9 @@ def wait(processes: dict[int, subprocess.Popen[bytes]], signals: Signals) -> int
 
 
 def explain(codes: dict[int, int], stopped: bool) -> int:
-    """The run's exit code from those of its processes (rank -> code); prints a message if they
-    printed none.
+    """Makes the run's exit code of those of its processes (rank -> code).
+
+    Prints a message if the processes printed none.
 
     `stopped`: a request to stop was forwarded to them.
     """

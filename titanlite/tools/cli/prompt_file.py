@@ -1,8 +1,8 @@
-"""`titanlite generate --prompts FILE`: the texts with which a model continues many prompts.
+"""`titanlite generate --prompts FILE`: continues many prompts.
 
-What it is: rows are read and checked before the model is loaded, continued in batches of prompts of
-similar lengths (`model/generate.py` says why), and written in the order of the file: each row as it
-is, with its `text`. Each row has its own random numbers, so a text does not depend on the batch.
+What it is: rows are read and checked before the model is loaded. They are continued in batches of
+prompts of similar lengths (`model/generate.py` says why), and written in the order of the file with
+a `text` added. Each row has its own random numbers, so a text does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from titanlite.data.json_rows import JsonRow, raise_problems, read_rows, text_pr
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import replace_file
 
-if TYPE_CHECKING:  # they import torch, and the file is read before
+if TYPE_CHECKING:  # these import torch, and the file is read before that
     from titanlite.model.generate import Row
     from titanlite.model.llama import Llama
     from titanlite.tokenizer.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ def _problem_of(values: dict[str, Any]) -> str:
 
 
 def require_target(path: Path, prompts: Path) -> None:
-    """Raises ConfigError unless a file can be written there, as far as is known before."""
+    """Raises ConfigError if it is known already that the file cannot be written."""
     if path.exists() and prompts.exists() and path.samefile(prompts):
         raise ConfigError(f"--out {path}: is the file of --prompts; expected another one")
     if path.is_dir():
@@ -55,10 +55,10 @@ def rows_to_continue(
     max_new_tokens: int,
     seed: int,
 ) -> list[Row]:
-    """The prompts as ids. With `max_new_tokens` 0 each goes on up to the sequence length of
-    training.
+    """The prompts as ids, with the number of new tokens for each.
 
-    Raises ConfigError for those that leave no room for a new token.
+    With `max_new_tokens` 0 a prompt is continued up to the sequence length of training. Raises
+    ConfigError for prompts that leave no room for a new token.
     """
     from titanlite.model.generate import Row, row_seed
 
@@ -79,8 +79,9 @@ def rows_to_continue(
 
 
 def batches_of(rows: list[Row], size: int) -> list[list[int]]:
-    """The indices of the rows of each batch, longest prompts first: what does not fit into memory
-    fails at once.
+    """The indices of the rows of each batch, longest prompts first.
+
+    So a batch that does not fit into memory is the first one.
     """
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].prompt))
     return [order[start : start + size] for start in range(0, len(order), size)]

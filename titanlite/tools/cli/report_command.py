@@ -1,7 +1,7 @@
-"""`titanlite report`: what one run has done, or several compared, as a page, as text, or live.
+"""`titanlite report`: shows one run, or compares several, as a page, as text, or live.
 
-The modules that read runs import numpy. They are imported when they are needed, so that `--help`
-and wrong options are answered at once.
+Modules that import numpy are imported when they are needed, so that `--help` and wrong options are
+answered at once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_folders(paths: list[Path]) -> list[Path]:
-    """The folders, each once. Raises ConfigError for those that hold no run."""
+    """The folders without repetitions. Raises ConfigError for one that holds no run."""
     from titanlite.tools.report.page import MOST_RUNS
 
     problems = []
@@ -80,7 +80,7 @@ def _run_folders(paths: list[Path]) -> list[Path]:
 
 
 def _missing(path: Path) -> str:
-    """The message for a path that is not a folder, with the folder that was probably meant."""
+    """The message for a path that is not a folder, with the most similar name beside it."""
     problem = "not a folder" if path.exists() else "no such folder"
     siblings: list[str] = []
     if path.parent.is_dir():
@@ -90,13 +90,12 @@ def _missing(path: Path) -> str:
 
 
 def _print_text(folders: list[Path]) -> None:
-    from titanlite.tools.report.page import trends_of
     from titanlite.tools.report.run_data import read_runs
     from titanlite.tools.report.text_report import text_report
 
     runs = read_runs(folders)
     has_blocks = "utf" in (sys.stdout.encoding or "").lower()
-    print(text_report(runs, trends_of(runs), blocks=has_blocks))
+    print(text_report(runs, blocks=has_blocks))
 
 
 def _write_page(folders: list[Path], out: Path | None) -> None:

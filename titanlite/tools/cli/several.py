@@ -1,12 +1,11 @@
-"""`--processes N`: a command on several processes of this machine, when one cannot hold the model.
+"""`--processes N`: runs a command on several processes when one cannot hold the model.
 
 What it is: the command checks its options and starts itself N times, with the launcher's
 `processes.run`: `worker` is what such a process runs. The processes join a process group, and each
 holds 1/N of the weights (`formats/shared_model.py`). Rank 0 reads the terminal and writes the
 results.
-How it ends: what can be wrong with the input is found by all processes together, so all have the
-same error, and rank 0 prints it. A process that fails otherwise prints why, and the launcher ends
-the others, which say nothing.
+How it ends: all processes find the same mistakes in the input, and rank 0 prints them. A process
+that fails otherwise prints its error, and the launcher ends the others, which print nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from titanlite.tools.cli.options import at_least, device_of
 if TYPE_CHECKING:
     import torch  # slow to import: not for the options alone
 
-# On the CPU, weights of a block that are freed go back to the system at once. By default glibc
-# keeps much of them, so that a process would need more memory than one with the whole model.
+# Returns freed weights to the system at once. By default glibc keeps much of them, and a process on
+# the CPU would need more memory than one with the whole model.
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 # Seconds that a process waits for the others: rank 0 may wait for what a person types
 PATIENCE = 604_800
@@ -46,7 +45,7 @@ def add_processes_option(parser: argparse.ArgumentParser) -> None:
 
 
 def is_to_start(options: argparse.Namespace) -> bool:
-    """Whether this process has to start the others, and is none of them."""
+    """Whether this process has to start the others and takes no part itself."""
     return options.processes > 1 and LAUNCHED not in os.environ
 
 
@@ -66,7 +65,7 @@ def start(command: str, argv: list[str], count: int) -> int:
 
 
 def join(options: argparse.Namespace) -> torch.device:
-    """This process's device, once it has joined the others, if there are any.
+    """Joins the other processes, if there are any, and returns this one's device.
 
     Raises ConfigError.
     """
@@ -88,7 +87,7 @@ def join(options: argparse.Namespace) -> torch.device:
 
 
 def worker(command: str, *argv: str) -> NoReturn:
-    """One of the processes: runs the command, and ends the process with its exit code."""
+    """Runs the command in one of the processes, and ends the process with its exit code."""
     from titanlite.distributed import process_group
     from titanlite.runtime.failure import lost_connection, report_failure
 
@@ -106,6 +105,8 @@ def worker(command: str, *argv: str) -> NoReturn:
         code = 128 + signal.SIGPIPE
     except Exception as error:
         code = EXIT_LOST
-        if not lost_connection(error, __file__):  # else the process that ended has said why
+        if not lost_connection(
+            error, __file__
+        ):  # else the process that ended has printed its error
             code = report_failure(error, __file__)
     process_group.finish(code)

@@ -1,4 +1,4 @@
-"""Signals that end a command: close files, remove partial output, print how to continue."""
+"""Lets signals end a command in order: close files, remove partial output, print advice."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ STOPS = (signal.SIGTERM, signal.SIGHUP)  # SIGINT raises KeyboardInterrupt
 
 
 class Stopped(SystemExit):
-    """A signal has come. The exit code is 128 + its number."""
+    """Raised by a signal; the exit code is 128 + its number."""
 
 
 @contextlib.contextmanager
 def stoppable(advice: str = "") -> Iterator[None]:
-    """Within it, SIGTERM and SIGHUP raise `Stopped`, as Ctrl-C raises KeyboardInterrupt.
+    """Context manager in which SIGTERM and SIGHUP raise `Stopped`.
 
-    After any of the three it prints the advice. A signal that is ignored stays ignored.
+    After these and Ctrl-C it prints the advice. A signal that is ignored stays ignored.
     """
 
     def stop(number: int, frame: object) -> None:
@@ -40,10 +40,10 @@ def stoppable(advice: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def until_interrupt() -> Iterator[None]:
-    """What runs in it ends at SIGINT (Ctrl-C), without an error.
+    """Context manager that ends at SIGINT (Ctrl-C) without an error.
 
-    Also where SIGINT was inherited as ignored: a shell script starts its background processes so,
-    and Python then installs no handler of its own.
+    It also handles SIGINT where that was inherited as ignored: a shell script starts its background
+    processes so, and Python then installs no handler.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

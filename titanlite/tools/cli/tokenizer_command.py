@@ -1,6 +1,6 @@
 """`titanlite tokenizer`: trains, describes and uses a byte-pair encoding.
 
-What reads text and tokenizers is imported by the command that needs it: `--help` answers at once.
+Each action imports the readers of text and tokenizers that it needs, so `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from titanlite.runtime.errors import ConfigError, printable
 from titanlite.tools.cli.options import at_least
 
-UNLIMITED = 1 << 40  # the longest text, where a format must name one
+UNLIMITED = 1 << 40  # stands for no limit in a format that must have one
 
 
 def run(argv: list[str]) -> int:
@@ -195,7 +195,7 @@ def _decode(options: argparse.Namespace) -> int:
 
 
 def _read(path: Path | None) -> str:
-    """The text of a file, or of standard input, with its line ends.
+    """Reads a file, or standard input, and keeps its line ends.
 
     Raises ConfigError if it is not UTF-8.
     """

@@ -1,11 +1,25 @@
-"""`titanlite train`: the command behind ./run_train.sh."""
+"""`titanlite train`: the command behind ./run_train.sh.
+
+`--print-config` checks the configuration, prints all its keys as TOML, and trains nothing.
+"""
 
 from __future__ import annotations
 
+from titanlite.config.help import help_text
+from titanlite.config.load import load_config
+from titanlite.config.to_toml import to_toml
 from titanlite.tools.cli.launch import launch
-from titanlite.tools.cli.options import wants_help
+
+PRINT_CONFIG = "--print-config"
 
 
 def run(argv: list[str]) -> int:
     """Launches training with the config in `argv`; returns the exit code."""
-    return 0 if wants_help(argv) else launch(argv)
+    if {"-h", "--help"} & set(argv):
+        print(help_text())
+        return 0
+    if PRINT_CONFIG in argv:
+        config = load_config([word for word in argv if word != PRINT_CONFIG])
+        print(to_toml(config), end="")  # which `load_config` reads back to the same config
+        return 0
+    return launch(argv)

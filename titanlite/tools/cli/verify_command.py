@@ -1,7 +1,4 @@
-"""`titanlite verify`: shows that layouts equal one process.
-
-The options of the command and its exit code.
-"""
+"""`titanlite verify`: shows that every parallel layout computes the same as one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-eval on a Llama.
+"""Evaluates a Llama on tasks of EleutherAI's lm-eval.
 
 What it is: `Evaluated` answers the three kinds of request of lm-eval: the log-likelihood of a
 continuation, that of a whole text, and text that is generated until a stop string. `run_tasks` has
@@ -45,7 +45,7 @@ Scored = tuple[float, bool]
 
 
 class Evaluated(TemplateLM):
-    """A model with its tokenizer, as lm-eval asks it."""
+    """A model with its tokenizer behind the interface that lm-eval calls."""
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, batch_size: int) -> None:
         super().__init__()
@@ -72,8 +72,9 @@ class Evaluated(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-likelihood of each whole text, in parts of the sequence length, each after one
-        token.
+        """The log-likelihood of each whole text.
+
+        A text is computed in parts of the sequence length, each after one token of context.
         """
         parts = []
         counts = []
@@ -91,7 +92,7 @@ class Evaluated(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any
     ) -> list[Scored]:
-        """Of each continuation after its context: (text, context's ids, continuation's ids)."""
+        """The log-likelihood of each continuation, by (text, context ids, continuation ids)."""
         results: list[Scored] = [(0.0, True)] * len(requests)
         order = sorted(
             range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2])
@@ -123,9 +124,7 @@ class Evaluated(TemplateLM):
         return scores
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The continuation of each prompt up to a stop string, which is not part of it, or the end
-        of the text.
-        """
+        """The continuation of each prompt, up to a stop string or the end of the document."""
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, prompt: str, options: dict[str, Any]) -> str:
@@ -151,7 +150,7 @@ class Evaluated(TemplateLM):
 
 
 def _scored(logits: Tensor, tokens: list[int]) -> Scored:
-    """Of tokens (T,) with these logits (T, V)."""
+    """The log-likelihood of tokens (T,) with these logits (T, V), and whether each is likeliest."""
     wanted = torch.tensor(tokens, device=logits.device)
     logs = logits.float().log_softmax(-1)
     return float(logs.gather(1, wanted[:, None]).sum()), bool((logs.argmax(-1) == wanted).all())
@@ -164,7 +163,7 @@ def run_tasks(
     num_fewshot: int | None,
     limit: int | None,
 ) -> dict[str, dict[str, float]]:
-    """Task or group -> metric -> value; the standard error of `acc` is `acc_stderr`.
+    """Runs tasks: task or group -> metric -> value. The standard error of `acc` is `acc_stderr`.
 
     Raises ConfigError for a task that does not exist or cannot be loaded.
     """
@@ -199,14 +198,12 @@ def run_tasks(
 
 
 def _unknown(names: list[str], tasks: TaskManager) -> list[str]:
-    """The names, or patterns such as mmlu_*, that no task has."""
+    """The names and patterns (mmlu_*) that match no task."""
     return [name for name in names if not tasks.match_tasks([name])]
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, float]:
-    """lm-eval's `acc,none` and `acc_stderr,none` become acc and acc_stderr; the name of another
-    filter is kept.
-    """
+    """Renames lm-eval's `acc,none` to acc and keeps the names of other filters."""
     result = {}
     for key, value in values.items():
         name, comma, chosen = key.partition(",")

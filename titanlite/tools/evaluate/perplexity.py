@@ -1,4 +1,4 @@
-"""The loss of a model on prepared text.
+"""Computes the loss of a model on prepared text.
 
 What it is: the text is cut into the rows of validation, in the same order, and the loss is
 summed over all targets, so each token counts once in any division into batches. The result equals
@@ -27,7 +27,7 @@ from titanlite.tools.formats.shared_model import SharedModel, num_ranks, this_ra
 
 @dataclass(frozen=True)
 class Reading:
-    """How text is read: length of the windows in tokens, how many (0: all), how many at a time."""
+    """How text is read: the length of the windows, how many (0: all), and how many at a time."""
 
     seq_len: int
     samples: int
@@ -39,8 +39,8 @@ class Reading:
 def perplexity(
     shared: SharedModel, data: PreparedData, split: str, reading: Reading
 ) -> dict[str, float]:
-    """loss (nats per token), bits_per_byte, perplexity and tokens of a split, `train` or
-    `validation`; the same on all processes, which call it together.
+    """Evaluates a split, `train` or `validation`: loss (nats per token), bits_per_byte, perplexity
+    and tokens. All processes call it together and get the same.
 
     Raises ConfigError if the split has no targets.
     """

@@ -1,8 +1,8 @@
-"""evaluations.jsonl in a run's folder: one line per evaluation of a checkpoint of the run.
+"""Writes evaluations.jsonl in a run's folder: one line per evaluation of a checkpoint.
 
-Why it is not a part of metrics.jsonl: the run appends to that one step after step, and a resumed
-run removes what is after its checkpoint. An evaluation may be of any step, and made while the run
-trains or after it was resumed. The report reads both.
+Why it is not a part of metrics.jsonl: a run appends to that file in the order of the steps, and a
+resumed run removes the rows after its checkpoint. An evaluation can be made at any time, of any
+step. The report reads both files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from titanlite.tools.formats.full_state import FullState
 
 
 def run_folder_of(full: FullState) -> Path | None:
-    """The folder of the run that a checkpoint is in; None for a checkpoint elsewhere."""
+    """The run's folder that contains a checkpoint; None for a checkpoint elsewhere."""
     run = full.path.parent.parent
     of_run = full.about.format == "titanlite"
     if full.sources:  # of a model with adapters: the run that trained these
@@ -31,10 +31,10 @@ def run_folder_of(full: FullState) -> Path | None:
 def append(
     folder: Path, step: int, weights: str, results: dict[str, float], settings: dict[str, Any]
 ) -> Path:
-    """Adds a line with `results`, as evaluate/<task>/<metric> -> value. Raises ConfigError if it
-    cannot be written.
+    """Adds a line with `results`: evaluate/<task>/<metric> -> value.
 
-    One write appends the whole line, so evaluations at the same time do not mix.
+    One write appends the whole line, so simultaneous evaluations do not mix. Raises ConfigError if
+    it cannot be written.
     """
     path = folder / EVALUATIONS
     finite = {name: value if math.isfinite(value) else None for name, value in results.items()}

@@ -1,9 +1,9 @@
-"""Keeps the collectives of a step one by one.
+"""Records the collectives of a step one by one.
 
 What it is: the `Recorder` of `titanlite plan`, which sees every operator and counts it. This one
 also notes, for each collective, where the program was, what was in memory, and some numbers of the
 tensors before and after.
-Why it is here: the totals that `plan` prints and the events that `explain` shows are of one count.
+Why it is here: the totals of `plan` and the events of `explain` come from one count.
 What it costs: a walk up the stack for each collective; plan's own recorder does not do it.
 """
 
@@ -50,7 +50,7 @@ SOME = 6  # and of a tensor that is not in such parts
 
 
 class Pending(NamedTuple):
-    """A result that the communication may still be writing."""
+    """A result to which the communication may still write."""
 
     number: int  # of the event
     offset: int
@@ -60,15 +60,15 @@ class Pending(NamedTuple):
 
 
 class EventRecorder(Recorder):
-    """Counts, within it, what this rank does, and keeps its collectives in order."""
+    """Context manager that counts what this rank does and keeps its collectives in order."""
 
     def __init__(self, mesh: Mesh, vocab_size: int, path: ModulePath, values: bool) -> None:
-        """`values`: also numbers of the tensors, which exist on real ranks only."""
+        """`values`: also reads numbers of the tensors, which exist on real ranks only."""
         super().__init__(mesh, vocab_size)
         self.path = path
         self.values = values
         self.events: list[Event] = []
-        self.afters: dict[int, tuple[float | None, ...]] = {}  # number of an event -> values
+        self.afters: dict[int, tuple[float | None, ...]] = {}  # event number -> values
         self.pending: dict[int, Pending] = {}  # by the address of a storage
         self.before: tuple[float | None, ...] = ()  # of the collective that begins
         self.phase = "data"
@@ -131,7 +131,7 @@ class EventRecorder(Recorder):
         return result
 
     def begins(self, phase: str, local_batch: int, times: int) -> None:
-        """A part of the step begins, which counts so many times."""
+        """Begins a part of the step, which counts so many times."""
         self.path.reset()
         self.phase = phase
         self.local_batch = local_batch
@@ -180,14 +180,14 @@ class EventRecorder(Recorder):
     # Numbers
 
     def _await(self, parts: int, written: object) -> None:
-        """The first of these tensors is the result. It is read when an operator uses it."""
+        """Notes the first of these tensors as the result, to be read when an operator uses it."""
         result = next(iter(tensors_in(written)))
         self.pending[storage_address(result.untyped_storage())] = Pending(
             len(self.events), int(result.storage_offset()), result.numel(), result.dtype, parts
         )
 
     def _read(self, arguments: object) -> None:
-        """The results that are among the arguments."""
+        """Reads the results that are among the arguments."""
         for tensor in tensors_in(arguments):
             pending = self.pending.pop(storage_address(tensor.untyped_storage()), None)
             if pending is not None:
@@ -205,7 +205,7 @@ class EventRecorder(Recorder):
 
 
 def excerpt(tensor: Tensor, parts: int) -> tuple[float | None, ...]:
-    """A few numbers of each of so many equal parts; None for one that is not finite."""
+    """A few numbers of each of so many equal parts; None stands for one that is not finite."""
     flat = tensor.detach().reshape(-1)
     count = PIECES if parts > 1 else SOME
     if flat.numel() % parts:
@@ -215,9 +215,10 @@ def excerpt(tensor: Tensor, parts: int) -> tuple[float | None, ...]:
 
 
 def _of_message(place: Place, call: Call) -> Place:
-    """torch's schedules receive activations into a tensor that has a gradient.
+    """The place of a message, by whether torch receives it into a tensor with a gradient.
 
-    What is sent has none in either case; `explain.py` finds it at its receiver.
+    That is so for activations only. A sent tensor never has a gradient, so `explain.py` takes its
+    place from the receiver.
     """
     if call.kind == "send":
         return dataclasses.replace(place, module="", role="")
@@ -227,7 +228,7 @@ def _of_message(place: Place, call: Call) -> Place:
 
 
 def _ranks(call: Call) -> tuple[int, ...]:
-    """The group; of a message the sender and the receiver."""
+    """The ranks of the group; for a message the sender and the receiver."""
     ranks = group_ranks(call.group)
     if call.kind not in MESSAGES:
         return ranks
@@ -236,7 +237,7 @@ def _ranks(call: Call) -> tuple[int, ...]:
 
 
 def _operation(call: Call, function: str) -> str:
-    """Functional collectives name it. The others sum, but for the agreement of hosts."""
+    """The operation of a reduction: functional collectives name it, most others sum."""
     if "reduce" not in call.kind:
         return ""
     if function == "bitwise_or":
@@ -246,7 +247,7 @@ def _operation(call: Call, function: str) -> str:
 
 
 def _innermost(frame: FrameType | None) -> tuple[str, str]:
-    """The line of ours that runs, and its function; not of tools."""
+    """The line of ours outside tools/ that runs, and its function."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(OURS) and not file.startswith(TOOLS):

@@ -1,4 +1,4 @@
-"""What `titanlite explain` knows of a step, as plain data.
+"""Plain data about a step for `titanlite explain`.
 
 What it is: the collectives of each rank in the order in which it calls them, with the memory that
 it holds meanwhile, and what it stores of each parameter. Imports no torch: the processes that run
@@ -24,14 +24,14 @@ PHASES = (
     "metrics",
 )
 
-# What a message between stages is, as the role of its place
+# Roles of the place of a message between stages
 ACTIVATIONS = "activations"
 GRADIENTS = "gradients"
 
 
 @dataclass(frozen=True)
 class Place:
-    """What the program was doing when it called a collective."""
+    """The place in the program that called a collective."""
 
     phase: str  # one of PHASES
     module: str  # its fully-qualified name; empty outside the model
@@ -73,7 +73,7 @@ class Event:
 
     @property
     def sent_bytes(self) -> int:
-        """What it sends in an ideal ring of n: (n - 1) / n of it, twice that to all-reduce."""
+        """Bytes sent in an ideal ring of n: (n - 1) / n of all, for an all-reduce twice that."""
         if self.kind in RING_PARTS:
             parts = len(self.ranks) - 1
             return RING_PARTS[self.kind] * self.whole_bytes * parts // len(self.ranks)
@@ -82,7 +82,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank stores of one parameter: first and last, -1 as the last of none."""
+    """The part of a parameter that a rank stores: first and last index, -1 as the last of none."""
 
     rows: tuple[int, int]  # of dimension 0
     columns: tuple[int, int]  # of dimension 1; (0, 0) of a vector
@@ -100,7 +100,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Lane:
-    """One rank."""
+    """The events and the memory of one rank."""
 
     rank: int
     coordinates: dict[str, int]  # axis -> its place along it, from 0
@@ -125,7 +125,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Doubled:
-    """What changes if one degree is doubled."""
+    """The changes if one degree is doubled."""
 
     axis: str
     degree: int
@@ -136,7 +136,7 @@ class Doubled:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A step of a layout."""
+    """The explanation of a step of a layout."""
 
     title: str
     degrees: dict[str, int]

@@ -1,10 +1,10 @@
-"""Explains a step: runs it, on real ranks or on pretended ones, and says what happens.
+"""Runs a step, on real ranks or on pretended ones, and explains what happens.
 
 What it is: chooses the back end, starts the processes, and puts together what they recorded. Up to
 REAL processes the step is really run, on gloo, so that tensors have numbers. Of a larger layout the
 first rank of each stage is pretended, as `titanlite plan` does: its tensors have only shapes.
-Why it is here: the order in which a step communicates is nowhere in the code. Hooks of FSDP and
-tensor parallelism make it, and autograd.
+Why it is here: the order in which a step communicates stands nowhere in the code. It follows from
+autograd and the hooks of FSDP and tensor parallelism.
 What it costs: a few seconds; for 405B on 512 pretended ranks about half a minute.
 """
 
@@ -46,7 +46,7 @@ TIMEOUT = 600  # seconds
 
 
 class Run(NamedTuple):
-    """A layout as it is run."""
+    """A layout in the form in which it is run."""
 
     config: Config
     llama: LlamaConfig  # with fewer blocks, if equal ones are shown once
@@ -56,7 +56,7 @@ class Run(NamedTuple):
 def explain(
     config: Config, llama: LlamaConfig, processes: int, real: bool, doubling: bool = True
 ) -> Explanation:
-    """A step of a config on so many processes. Raises ConfigError for what cannot be run here."""
+    """Explains a step of a config on so many processes. Raises ConfigError if it cannot be run."""
     config = _with_dtype(config, real)
     problems = [text.partition("; expected --estimate")[0] for text in untraceable(config)]
     if config.recompute.mode == "memory_budget":
@@ -95,7 +95,7 @@ def explain(
 
 
 def assemble(run: Run, llama: LlamaConfig, recorded: Sequence[Recorded], real: bool) -> Explanation:
-    """What the ranks have recorded, with its sentences. `llama`: with all blocks."""
+    """Puts together what the ranks recorded, with sentences. `llama` has all blocks."""
     config = run.config
     degrees = run.degrees
     by_stage = {one.coordinates["pp"]: one.stored for one in recorded}
@@ -115,7 +115,7 @@ def assemble(run: Run, llama: LlamaConfig, recorded: Sequence[Recorded], real: b
 
 
 def with_senders(recorded: Sequence[Recorded]) -> list[Recorded]:
-    """A receiver knows whether a message is of the forward: then its sender does too.
+    """Marks sent messages as forward or backward, which only the receiver has recorded.
 
     The n-th message from one rank to another is the n-th that the other receives from it.
     """
@@ -144,7 +144,7 @@ def with_senders(recorded: Sequence[Recorded]) -> list[Recorded]:
 
 
 def _with_dtype(config: Config, real: bool) -> Config:
-    """`auto` is what it would be here, or for pretended ranks on a GPU."""
+    """The config with `auto` resolved for this machine, or for pretended ranks as on a GPU."""
     training = config.training
     if training.compute_dtype == "auto":
         dtype = "float32" if real else "bfloat16"
@@ -153,13 +153,13 @@ def _with_dtype(config: Config, real: bool) -> Config:
 
 
 def _first_ranks(degrees: Mapping[str, int]) -> list[int]:
-    """One rank of each stage: the others of a stage do the same."""
+    """One rank of each stage, since the others of the stage do the same."""
     per_stage = num_processes(degrees) // degrees["pp"]
     return [stage * per_stage for stage in range(degrees["pp"])]
 
 
 def _shortened(run: Run) -> Run:
-    """With a few blocks, if there are many and all are equal."""
+    """The model with a few blocks, if it has many and all are equal."""
     llama = run.llama
     equal = len(set(llama.windows(run.config.training.seq_len))) == 1 and not (
         run.config.lora.layers
@@ -206,7 +206,7 @@ def _lane(recorded: Recorded, run: Run, llama: LlamaConfig) -> Lane:
 
 
 def block_of(event: Event) -> str:
-    """The block whose weights or activations are communicated: layers.0; empty if of none."""
+    """The block whose weights or activations are communicated (layers.0), else empty."""
     name = event.place.module
     if event.place.parameters:
         name = unit_of(event.place.parameters)
@@ -215,7 +215,7 @@ def block_of(event: Event) -> str:
 
 
 class Total(NamedTuple):
-    """Of the collectives of one kind along one axis."""
+    """Calls and bytes of the collectives of one kind along one axis."""
 
     calls: int = 0
     whole_bytes: int = 0
@@ -223,7 +223,7 @@ class Total(NamedTuple):
 
 
 def totals(events: Sequence[Event]) -> dict[tuple[str, str], Total]:
-    """(axis, kind) -> of all of these events."""
+    """(axis, kind) -> the total of these events."""
     found: dict[tuple[str, str], Total] = {}
     for event in events:
         total = found.get((event.axis, event.kind), Total())
@@ -238,9 +238,9 @@ def totals(events: Sequence[Event]) -> dict[tuple[str, str], Total]:
 def _larger_runs(
     config: Config, llama: LlamaConfig, degrees: Mapping[str, int]
 ) -> dict[str, Run | str]:
-    """Axis -> the layout with this degree doubled, or why it is not possible.
+    """Axis -> the layout with this degree doubled, or the reason why there is none.
 
-    With the same global batch, or if that cannot be divided further, twice as large a one.
+    The global batch stays the same, or is doubled if it cannot be divided further.
     """
     runs: dict[str, Run | str] = {}
     for axis in [axis for axis, degree in degrees.items() if degree > 1] or ["dp_shard"]:
@@ -259,7 +259,7 @@ def _doubled(
     larger: Mapping[str, Run | str],
     counts: Sequence[Mapping[tuple[str, str], Total]],
 ) -> tuple[Doubled, ...]:
-    """`counts`: as it is, and of each layout of `larger` that is possible."""
+    """The changes by each doubled degree. `counts`: of the layout, then of those of `larger`."""
     remaining = list(counts)
     before = remaining.pop(0) if remaining else {}
     result = []
@@ -281,7 +281,10 @@ def _doubled(
 def _larger(
     config: Config, llama: LlamaConfig, degrees: Mapping[str, int], axis: str, batches: int
 ) -> Run:
-    """With one degree doubled, and a global batch so many times as large. Raises ConfigError."""
+    """The layout with one degree doubled and `batches` times the global batch.
+
+    Raises ConfigError.
+    """
     changed: dict[str, Any] = {axis: 2 * degrees[axis]}
     parallel = dataclasses.replace(config.parallel, **changed)
     training = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Which rank stores which rows of a parameter.
+"""Computes which rank stores which rows of a parameter.
 
 What it is: the arithmetic of DTensor's placements, for every rank of a mesh. A placement
 `Shard(d)` on an axis of n ranks cuts dimension d into n parts, in the order of the axes. A
@@ -9,7 +9,7 @@ already: the inner axis cuts first, and FSDP cuts what each rank then has.
     tp cuts into 0 - 15 and 16 - 31, then dp_shard cuts each in two. Rank 1 is (dp_shard 0, tp 1):
     the first half of 16 - 31.
 
-Why it is here: torch says it for the calling rank only, and 512 ranks need not exist to be listed.
+Why it is here: torch computes it for the calling rank only; here no rank has to exist.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from titanlite.tools.explain.step import Stored
 
 
 def holding(stored: Stored, place: Mapping[str, int], cp: int) -> Holding:
-    """What the rank at this place of the mesh stores."""
+    """The part that the rank at this place of the mesh stores."""
     places = {**place, "dp_shard_cp": place["dp_shard"] * cp + place["cp"]}
     # A strided axis cuts last
     order = sorted(range(len(stored.axes)), key=lambda i: stored.cuts[i][1] > 1)
@@ -39,7 +39,7 @@ def holding(stored: Stored, place: Mapping[str, int], cp: int) -> Holding:
 
 
 def _part(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """One of so many parts, of which the last ones are smaller, or empty."""
+    """One of so many parts; the last ones are smaller or empty."""
     size = -(-(stop - start) // parts)
     return min(stop, start + index * size), min(stop, start + (index + 1) * size)
 
@@ -47,7 +47,7 @@ def _part(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
 def holdings(
     by_stage: Mapping[int, Sequence[Stored]], degrees: Mapping[str, int]
 ) -> tuple[Parameter, ...]:
-    """The parameters of all stages. `by_stage`: pp rank -> what one of its ranks stores."""
+    """Who stores the parameters of all stages. `by_stage`: pp rank -> what one of its ranks has."""
     ranges: Iterable[Sequence[int]] = [range(degree) for degree in degrees.values()]
     places = [dict(zip(degrees, place, strict=True)) for place in product(*ranges)]
     found: dict[str, Parameter] = {}

@@ -1,10 +1,10 @@
-"""Which module is computing, in the forward, in its backward, and when it is recomputed.
+"""Follows which module computes, in forward, backward and recomputation.
 
 What it is: hooks on every module of a model, before its other hooks and after them. Tensor
 parallelism communicates in such hooks: those before the module's forward see its input, those after
-it its output. In the backward the same places are passed in reverse, when the gradients of these
-tensors are there.
-Why it is here: an operator knows its tensors and not the module that it is a part of.
+it see its output. The backward passes the same places in reverse, when the gradients of these
+tensors exist.
+Why it is here: an operator knows its tensors, but not the module that it is a part of.
 What it costs: four hooks per module, and a hook on the gradients of its inputs and outputs.
 """
 
@@ -44,13 +44,13 @@ class ModulePath:
             self.in_backward = phase == Phase.BACKWARD
 
     def reset(self) -> None:
-        """No module computes."""
+        """Resets the path: no module computes."""
         self.in_backward = False
         self.forward.clear()
         self.backward.clear()
 
     def current(self) -> tuple[str, str]:
-        """The innermost module, and which part of it."""
+        """The innermost module that computes, and the part of it."""
         modules = self.forward or self.backward
         if not modules:
             return "", ""

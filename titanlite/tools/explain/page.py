@@ -1,4 +1,4 @@
-"""An explanation as one HTML file, to step through by keyboard.
+"""Writes an explanation as one HTML file, to step through by keyboard.
 
 What it is: the files of `static/` in one document, with the data as inert JSON. Ranks are lanes,
 collectives are buttons; the chosen one is explained below, with its tensor on all ranks of its
@@ -23,7 +23,7 @@ STATIC = Path(__file__).with_name("static")
 
 
 def page(explanation: Explanation) -> str:
-    """The document."""
+    """The HTML document of an explanation."""
     script = (STATIC / "explain.js").read_text()
     style = (STATIC / "explain.css").read_text()
     # `</script` and `<!--` in a string would end or change the element; JSON can escape `<`

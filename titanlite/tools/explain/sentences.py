@@ -1,4 +1,4 @@
-"""Says of each collective what it communicates, why, and which line of ours is its cause.
+"""Explains each collective: what it communicates, why, and which line of ours is its cause.
 
 What it is: rules over what was recorded, from the most specific to the most general. Lines are
 found by their text in the source, so that they are those of the code that runs.
@@ -57,7 +57,7 @@ MATRICES = {
 def explained(
     events: Sequence[Event], stored: Mapping[str, tuple[int, ...]], tied: bool = False
 ) -> tuple[Event, ...]:
-    """The events with their sentences.
+    """Adds the sentences to the events.
 
     `stored`: name of a parameter that tp does not divide -> its shape. `tied`: the output layer
     multiplies with the embedding.
@@ -88,7 +88,7 @@ def line_of(file: str, text: str) -> str:
 
 
 def _phased(event: Event) -> Place:
-    """Reductions of weights' gradients are a part of their own."""
+    """Gives reductions of weights' gradients a part of the step of their own."""
     place = event.place
     of_weights = bool(place.parameters) and event.kind in ("reduce_scatter", "all_reduce")
     if of_weights or place.function == "sum_shared_gradients":
@@ -99,7 +99,7 @@ def _phased(event: Event) -> Place:
 def _said(
     event: Event, before: Sequence[Event], stored: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, str, str]:
-    """Tensor, reason and cause."""
+    """The tensor, the reason and the cause of a collective."""
     place = event.place
     if place.phase == "data":
         return (
@@ -171,7 +171,7 @@ def _of_update(event: Event) -> tuple[str, str, str]:
 
 
 def unit_of(parameters: Sequence[str]) -> str:
-    """The name of what FSDP gathers together: layers.0; norm and output."""
+    """The name of a unit that FSDP gathers: layers.0, or norm and output."""
     modules = [name.rpartition(".")[0] for name in parameters]
     blocks = {match[0] for name in modules if (match := re.match(r"layers\.\d+", name))}
     if len(blocks) == 1:
@@ -225,7 +225,7 @@ def _of_fsdp(event: Event) -> tuple[str, str, str]:
 def _of_norm(
     event: Event, before: Sequence[Event], stored: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, str, str]:
-    """A gradient that each rank of tp has of its part of the sequence, or of the heads.
+    """Explains the all-reduce of a norm's gradient, which a tp rank has for its tokens or heads.
 
     DTensor sums it when FSDP takes the gradients of a unit, in the order of its parameters.
     """
@@ -361,9 +361,10 @@ def _of_message(event: Event) -> tuple[str, str, str]:
 
 
 def _with_overlap(event: Event, i: int, events: Sequence[Event]) -> Event:
-    """Behind which computation it could be hidden, if the device runs both at once.
+    """Adds the computation that could hide an event, if the device runs both at once.
 
-    The computation until this rank needs the result: of FSDP, until the gathered unit computes.
+    This is the computation until the rank needs the result; for FSDP, until the gathered unit
+    computes.
     """
     place = event.place
     behind = "nothing: what follows needs the result"
@@ -385,7 +386,7 @@ def _with_overlap(event: Event, i: int, events: Sequence[Event]) -> Event:
 
 
 def _until_used(event: Event, i: int, events: Sequence[Event], unit: str) -> tuple[str, int]:
-    """An all-gather of weights: the unit that the device computes meanwhile."""
+    """The unit that the device computes during an all-gather of weights."""
     if event.place.phase == "forward":
         # The host calls it before the unit computes; the device is still at the unit before
         flops = 0
@@ -414,7 +415,7 @@ def _until_used(event: Event, i: int, events: Sequence[Event], unit: str) -> tup
 
 
 def _flops_until_reduced(i: int, events: Sequence[Event]) -> int:
-    """A reduction of gradients: what is computed until the next one."""
+    """The FLOPs between a reduction of gradients and the next one."""
     flops = 0
     for other in events[i + 1 :]:
         if other.place.phase not in ("forward", "backward", "gradient sum"):

@@ -1,7 +1,7 @@
-"""An explanation as text.
+"""Formats an explanation as text.
 
-What it is: lines for a terminal. The functions are of one part each; docs/one_step.md has some of
-them as tables.
+What it is: lines for a terminal, one function for each part. docs/one_step.md has some of them as
+tables.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def flops_text(number: float) -> str:
 
 
 def explanation_lines(explanation: Explanation, rank: int) -> list[str]:
-    """All parts, with the events of one rank."""
+    """All lines, with the events of one rank."""
     lane = next(lane for lane in explanation.lanes if lane.rank == rank)
     return [
         *head_lines(explanation, lane),
@@ -73,7 +73,7 @@ def head_lines(explanation: Explanation, lane: Lane) -> list[str]:
 
 
 def event_lines(lane: Lane) -> list[str]:
-    """A line for each event; what is said of it below, where it differs from what was said."""
+    """A line for each event, and its explanation where it differs from the last one."""
     if not lane.events:
         return ["No collectives: one process has everything"]
     lines = [
@@ -100,7 +100,7 @@ def event_lines(lane: Lane) -> list[str]:
 
 
 def wrapped(text: str, first: str, others: str) -> list[str]:
-    """Lines of a text that begin with these."""
+    """The wrapped lines of a text, with these beginnings."""
     lines = textwrap.wrap(
         text,
         WIDTH,
@@ -121,7 +121,7 @@ def shape_text(event: Event) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """0, 2, 4; of many the first ones and the last."""
+    """Ranks as text (0, 2, 4); of many the first ones and the last."""
     if len(ranks) > MANY_RANKS:
         ranks_shown = [*map(str, ranks[:3]), "...", str(ranks[-1])]
         return ", ".join(ranks_shown)
@@ -147,7 +147,7 @@ def total_lines(lane: Lane) -> list[str]:
 
 
 def part_text(holding: Holding, parameter: Parameter) -> str:
-    """Rows 0-7; with the columns, where they are divided."""
+    """The part of a parameter as text: rows 0-7, with columns where they are divided."""
     if holding.rows[1] < 0:
         return "none"
     text = f"{holding.rows[0]}-{holding.rows[1]}"
@@ -157,7 +157,7 @@ def part_text(holding: Holding, parameter: Parameter) -> str:
 
 
 def holding_lines(parameters: Sequence[Parameter], explanation: Explanation) -> list[str]:
-    """The rows that each rank stores; of the blocks the first of each stage."""
+    """Lines with the rows that each rank stores; of the blocks the first of each stage."""
     lines = ["What each rank stores: rows of dimension 0"]
     seen: set[tuple[str, str]] = set()
     for parameter in parameters:
@@ -179,7 +179,7 @@ def holding_lines(parameters: Sequence[Parameter], explanation: Explanation) -> 
 
 
 def memory_lines(lane: Lane, explanation: Explanation) -> list[str]:
-    """The fullest moment of each phase, and what is in memory when the step is fullest."""
+    """Lines with the fullest moment of each phase, and the memory at the fullest of all."""
     peaks: dict[str, int] = {}
     for event in lane.events:
         peaks[event.place.phase] = max(peaks.get(event.place.phase, 0), event.peak)

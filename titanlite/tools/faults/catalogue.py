@@ -1,4 +1,4 @@
-"""All planted faults, and how one is found by its name.
+"""Lists all planted faults and finds one by its name.
 
 Add one here: write the patch and its `Fault` in the file of its subject; `titanlite break NAME`
 prints what happens, and `python docs/fault_tables.py` adds it to docs/faults.md.
@@ -29,7 +29,7 @@ FAULTS = (
 
 
 def find_fault(name: str) -> Fault:
-    """Raises ConfigError for an unknown name."""
+    """The fault of this name. Raises ConfigError for an unknown one."""
     for fault in FAULTS:
         if fault.name == name:
             return fault

@@ -1,5 +1,5 @@
-"""Faults of context parallelism: which tokens a rank has, where they are in the sequence, and whose
-queries used its keys.
+"""Faults of context parallelism: wrong tokens of a rank, wrong positions, and gradients of keys
+without the queries of other ranks.
 """
 
 from __future__ import annotations

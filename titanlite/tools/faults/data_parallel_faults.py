@@ -1,8 +1,8 @@
-"""Faults of data parallelism and of gradient accumulation: gradients that are averaged, not summed
-over all ranks, or forgotten.
+"""Faults of data parallelism and gradient accumulation: gradients that are averaged, not reduced
+over all ranks, or lost.
 
 What they have in common: AdamW divides a gradient by its size, and clipping does too, so a gradient
-that is wrong by a constant factor hardly changes the loss. The gradient must be compared itself.
+that is wrong by a constant factor hardly changes the loss. The gradient itself shows the fault.
 """
 
 from __future__ import annotations

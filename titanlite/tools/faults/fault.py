@@ -1,11 +1,10 @@
-"""A planted fault: a small patch of the running program, and what it will change.
+"""A planted fault: a small patch of the running program, and the difference that it makes.
 
 What it is: `Fault` holds the patch, the layout that the fault needs, and the prediction: the figure
 that differs first, and the step from which it does. `replaced` is how a patch is made: it replaces
 one attribute within a `with` statement.
 Why it is here: most of these faults were shipped by well-known trainers, and none of them stops a
-run. Losses fall all the same, a little less, and only a comparison with one process shows
-the fault.
+run. The loss still falls, only less, and a comparison with one process is needed to see the fault.
 What it costs: nothing outside of the `with` statement, after which the attribute is the original.
 """
 
@@ -34,7 +33,7 @@ FIGURES = {
     "logits": "the logits of the exported model",
     "merged": "the logits of the model with the adapters added to its weights",
 }
-# Of a file, which no step belongs to
+# A figure of a file, which belongs to no step
 OF_A_FILE = ("tensors", "logits", "merged")
 Plant = Callable[[], AbstractContextManager[None]]
 
@@ -45,11 +44,11 @@ class Fault:
 
     name: str
     title: str
-    plant: Plant  # its source is shown, as the patch
+    plant: Plant  # `titanlite break` shows its source as the patch
     layout: str  # an argument of `titanlite verify --layout`; empty: one process
-    figure: str  # the first one that differs
-    step: int  # from which it does
-    why: str  # which explains the prediction
+    figure: str  # the first figure that differs
+    step: int  # the first step in which it differs
+    why: str  # explains the prediction
     threads: tuple[str, ...] = ()  # where others shipped it: owner/repository#number
     unchanged: tuple[str, ...] = ()  # the figures that stay right in all steps
     check: str = "verify"
@@ -58,7 +57,7 @@ class Fault:
 
 @contextlib.contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Within it, attribute `name` of a module or class is `value`."""
+    """Context manager in which attribute `name` of a module or class is `value`."""
     original = inspect.getattr_static(owner, name)  # a staticmethod as it is stored
     setattr(owner, name, value)
     try:

@@ -1,4 +1,4 @@
-"""Faults of the loss: what it is divided by, which labels it has, and which tokens see each other.
+"""Faults of the loss: a wrong divisor, wrong labels, or attention to the wrong tokens.
 
 What they have in common: the mean loss of a sequence hardly depends on these mistakes at the start
 of a run, when every token is equally likely. So they change the loss in its third or fourth digit,
@@ -27,7 +27,7 @@ from titanlite.tools.faults.fault import Fault, replaced
 
 def rank_means() -> AbstractContextManager[None]:
     def own_count(mesh: Mesh, count: Tensor) -> Tensor:
-        return count * mesh.data_size  # of this rank's targets, not the sum over ranks
+        return count * mesh.data_size  # the targets of this rank, not the sum over ranks
 
     return replaced(Mesh, "sum_counts", own_count)
 

@@ -1,4 +1,4 @@
-"""Faults of pipeline parallelism: what belongs to all stages, and what each stage does alone."""
+"""Faults of pipeline parallelism: in work that the stages share, and in work of a single stage."""
 
 from __future__ import annotations
 

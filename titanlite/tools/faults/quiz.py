@@ -2,8 +2,8 @@
 
 What it is: the texts that the command prints. The patch is shown as the source of the function that
 plants it.
-Why it is here: whoever has to say which figure will be off, before he sees it, learns which figure
-to look at in a run of his own.
+Why it is here: a reader who predicts the figure before seeing it learns which figure to look at in
+a run.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ CHECKED = {
     "export": "the exported model beside titanlite's own, on one prompt",
     "merge": "6 steps of adapters beside one process, and their exports on one prompt",
 }
-Answer = tuple[str, int | None]  # figure and step; None: a figure of one step
+Answer = tuple[str, int | None]  # figure and step; None for a figure of one step
 Ask = Callable[[str], str]  # a question -> the answer; raises EOFError at the end of the input
 
 
 def show_fault(fault: Fault) -> None:
-    """The patch and where it is planted, without what it changes."""
+    """The patch and the place where it is planted, without its effect."""
     print(f"\n{fault.name}: {fault.title}\n")
     source = textwrap.dedent(inspect.getsource(fault.plant)).rstrip()
     print(textwrap.indent(source, "    "))
@@ -51,7 +51,7 @@ def describe_layout(fault: Fault) -> str:
 
 
 def run_fault(fault: Fault, experiments: Experiments, ask: Ask | None) -> Outcome:
-    """Shows, asks (unless `ask` is None), runs and explains; what happened."""
+    """Shows a fault, asks (unless `ask` is None), runs it and explains. Returns what happened."""
     show_fault(fault)
     answer: Answer | None = None
     if ask is not None:
@@ -73,7 +73,7 @@ def run_fault(fault: Fault, experiments: Experiments, ask: Ask | None) -> Outcom
 
 
 def ask_prediction(fault: Fault, ask: Ask) -> Answer:
-    """The figure and the step that the reader predicts; asks again if an answer is neither."""
+    """Asks for a figure and a step until the answer is one, and returns them."""
     figures = CHECKS[fault.check]
     print("\nWhich figure is off first?")
     for name in figures:
@@ -86,7 +86,7 @@ def ask_prediction(fault: Fault, ask: Ask) -> Answer:
 
 
 def ask_until(question: str, allowed: Sequence[str], ask: Ask) -> str:
-    """The first answer that is allowed."""
+    """Asks until the answer is allowed, and returns it."""
     while True:
         answer = ask(question).strip().lower()
         if answer in allowed:
@@ -127,7 +127,7 @@ def figures_off(outcome: Outcome) -> list[str]:
 
 
 def table(fault: Fault, healthy: Outcome, broken: Outcome) -> list[str]:
-    """The largest differences of both programs, and of the broken one those of each step.
+    """A table of the largest differences of both programs, and of each step of the broken one.
 
     An asterisk marks those above the tolerance.
     """
@@ -144,7 +144,7 @@ def table(fault: Fault, healthy: Outcome, broken: Outcome) -> list[str]:
 
 
 def cells_of(step: int, figures: tuple[str, ...], outcome: Outcome) -> list[str]:
-    """The differences of a step, as far as it has them."""
+    """The cells of a step; a figure that the step does not have is empty."""
     found: dict[str, Measured] = {
         each.figure: each for each in outcome.measured if each.step == step
     }

@@ -1,7 +1,7 @@
-"""Faults that `titanlite verify` has no figure for: after a stop, in validation, in files.
+"""Faults without a figure in `titanlite verify`: after a stop, in validation, and in files.
 
-What they have in common: steps that run without a stop are right. So these faults are compared with
-an uninterrupted run of one process, with its validation loss, or with the model that is exported.
+What they have in common: the steps of an uninterrupted run are right. So these faults are compared
+with an uninterrupted run of one process, with its validation loss, or with the exported model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def data_begins_again() -> AbstractContextManager[None]:
 
 def data_counted_by_rank() -> AbstractContextManager[None]:
     def state_dict(self: TrainStream) -> dict[str, Tensor]:
-        return {"samples": torch.tensor(self.samples // self.data_size)}  # of one rank
+        return {"samples": torch.tensor(self.samples // self.data_size)}  # the samples of one rank
 
     return replaced(TrainStream, "state_dict", state_dict)
 

@@ -1,8 +1,7 @@
-"""Faults of tensor parallelism: sums over the tp axis that are left out, or made twice.
+"""Faults of tensor parallelism: sums over the tp axis that are missing or made twice.
 
-What they have in common: a tensor that is called replicated holds a term of a sum on each rank
-(`Partial`), or the other way round. DTensor believes the declaration: it sends nothing, and raises
-nothing.
+What they have in common: a tensor is declared replicated but holds a term of a sum on each rank
+(`Partial`), or the reverse. DTensor trusts the declaration, so it sends nothing and raises nothing.
 """
 
 from __future__ import annotations

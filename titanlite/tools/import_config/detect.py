@@ -27,7 +27,7 @@ NAMES = [form.name for form in FORMATS]
 def detect(path: Path, entries: Mapping[str, object]) -> Format:
     """The format of a config. Raises ConfigError if it is like none of them."""
     if set(entries) - {"base"} <= set(all_keys()):
-        raise ConfigError(f"{path}: this is a config of titanlite; titanlite config checks it")
+        raise ConfigError(f"{path}: a config of titanlite already; give it to titanlite train")
     best = max(FORMATS, key=lambda form: (len(form.names(entries)), len(form.knows(entries))))
     named = best.names(entries)
     known = best.knows(entries)

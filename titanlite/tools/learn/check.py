@@ -1,11 +1,11 @@
 """Grades an exercise: runs the learner's program and compares what it did with the lesson.
 
-What it is: losses and gradient norms against those of one process (`learn/steps/losses.txt`), the
-collectives of every rank against formulas, and the memory against what a right answer needs. If a
-figure is off, the hints of the mistakes whose signs it has.
+What it is: compares losses and gradient norms with those of one process (`learn/steps/losses.txt`),
+the collectives of every rank with formulas, and the memory with that of a right answer. If a figure
+is off, it prints the hint of the known mistake that it matches.
 Why it is here: two programs with equal losses can differ by a factor in what they send and hold.
-What it costs: the learner's code runs in 1 to 4 separate processes with a limit
-of time: its errors end those, and a hang ends with the line that each rank is at.
+What it costs: the learner's code runs in 1 to 4 separate processes with a time limit. An error ends
+only them; after a hang the line that each rank is at is printed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAST_LINES = 12  # of a traceback
 
 @dataclass(frozen=True)
 class Grade:
-    """The lines to print, and whether all is right. `mistakes`: the names of those recognised."""
+    """The lines to print, whether all is right, and the names of recognised mistakes."""
 
     passed: bool
     lines: list[str]
@@ -81,7 +81,7 @@ def _losses(result: Result) -> tuple[bool, str]:
 
 
 def _norms(result: Result) -> tuple[bool, str]:
-    """The norms of all steps on all ranks: `update` was given them. Lesson 1 does not call it."""
+    """Compares the norms of all steps on all ranks, which `update` notes; lesson 1 has none."""
     if not any(measured.norms for measured in result.ranks):
         return True, "gradient norms: not noted here"
     for rank, measured in enumerate(result.ranks):
@@ -93,7 +93,7 @@ def _norms(result: Result) -> tuple[bool, str]:
 
 
 def _collectives(result: Result) -> tuple[bool, str]:
-    """Calls and bytes of each kind, on each rank, in the recorded steps."""
+    """Compares calls and bytes of each kind, on each rank, in the recorded steps."""
     steps = ", ".join(map(str, result.lesson.recorded))
     texts = []
     for rank, measured in enumerate(result.ranks):
@@ -114,7 +114,7 @@ def _collectives(result: Result) -> tuple[bool, str]:
 
 
 def _memory(result: Result) -> list[tuple[bool, str]]:
-    """The most of any rank, beside its limit."""
+    """Compares the memory of the fullest rank with its limit."""
     verdicts = []
     worst = max(range(len(result.ranks)), key=lambda rank: result.ranks[rank].held)
     held = result.ranks[worst].held
@@ -133,7 +133,7 @@ def _memory(result: Result) -> list[tuple[bool, str]]:
 
 
 def failure_lines(error: str, folder: Path, timeout: float) -> list[str]:
-    """What to print of a program that failed: its own part of the traceback, or where it hangs."""
+    """The lines about a program that failed: its part of the traceback, or where it hangs."""
     if "did not answer within" in error.splitlines()[0]:
         ranks = re.sub(r" did not answer.*", "", error.splitlines()[0])
         lines = [

@@ -1,7 +1,7 @@
 """Lays out an exercise: a copy of a step with a gap, and what it needs to run.
 
-What it is: the lines between `# gap:` and `# end of gap` belong to functions. Of each, the
-signature and the docstring stay, which say what it has to do; the body is replaced by an exception.
+What it is: the lines between `# gap:` and `# end of gap` belong to functions. Each keeps its
+signature and docstring, which say what it has to do; its body is replaced by an exception.
 Why it is here: the solution is the step itself, so it can't be out of date.
 """
 
@@ -71,7 +71,7 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 
 def lesson_of(folder: Path) -> Lesson:
-    """The lesson whose exercise a folder has. Raises ConfigError."""
+    """The lesson whose exercise is in a folder. Raises ConfigError."""
     try:
         name = read_bounded(folder / MARK, 1 << 10).decode(errors="replace").strip()
     except OSError:
@@ -82,7 +82,7 @@ def lesson_of(folder: Path) -> Lesson:
 
 
 def find_lesson(name: str) -> Lesson:
-    """By name or number. Raises ConfigError."""
+    """Finds a lesson by name or number. Raises ConfigError."""
     for number, lesson in enumerate(LESSONS, start=1):
         if name in (lesson.name, str(number)):
             return lesson
@@ -93,7 +93,7 @@ def find_lesson(name: str) -> Lesson:
 
 
 def lay_out(lesson: Lesson, folder: Path) -> None:
-    """Writes the exercise into a folder, which it makes. Raises ConfigError if it has files."""
+    """Writes the exercise into a new or empty folder. Raises ConfigError if it has files."""
     steps = course() / "steps"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(

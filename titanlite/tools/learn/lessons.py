@@ -1,4 +1,4 @@
-"""The twelve lessons, as data: what each is about, and what a right answer does.
+"""The twelve lessons as data: the subject of each, and what a right answer does.
 
 What it is: for the nine lessons with a gap in a program of `learn/steps/`, the number of processes,
 the collectives of an optimizer step by formula, the memory, and the mistakes that are known, each
@@ -19,7 +19,7 @@ from titanlite.model.flavors import LlamaConfig, parameter_shapes
 if TYPE_CHECKING:
     from titanlite.tools.learn.measure import Measured  # with torch
 
-# Of learn/steps/llama.py and common.py
+# Sizes of learn/steps/llama.py and common.py
 D = 64
 LAYERS = 4
 K = 2
@@ -53,7 +53,7 @@ Counts = dict[str, Count]  # by kind, of one rank
 
 @dataclass(frozen=True)
 class Result:
-    """What the ranks of a run did, beside what was expected of them."""
+    """The figures of a run and the expected ones."""
 
     ranks: Sequence[Measured]
     losses: Sequence[float]  # expected, as the norms
@@ -69,22 +69,22 @@ class Result:
 
     @property
     def loss_ratio(self) -> float:
-        """The first loss by the expected one."""
+        """The first loss divided by the expected one."""
         return self.ranks[0].losses[0] / self.losses[0]
 
     @property
     def norm_ratio(self) -> float:
-        """The first gradient norm by the expected one; 1 where the program notes none."""
+        """The first gradient norm divided by the expected one; 1 where the program notes none."""
         norms = self.ranks[0].norms
         return norms[0] / self.norms[0] if norms else 1.0
 
     @property
     def peak_ratio(self) -> float:
-        """The memory of the fullest rank at its fullest, by that of the step."""
+        """The peak memory of the fullest rank, divided by that of a right answer."""
         return max(measured.peak for measured in self.ranks) / self.lesson.peak
 
     def calls(self, kind: str) -> float:
-        """Of rank 0, by the expected number, or by 1 if none was expected."""
+        """The calls of rank 0, divided by the expected number, or by 1 if none was expected."""
         expected = self.lesson.expected(0)
         own = self.ranks[0].calls.get(kind, 0)
         return own / expected[kind].calls if kind in expected else float(own)
@@ -101,7 +101,7 @@ def _equal(value: float, expected: float) -> bool:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A known mistake: how it shows, and what helps."""
+    """A known mistake: the sign by which it is recognised, and a hint."""
 
     name: str
     sign: Callable[[Result], bool]
@@ -110,7 +110,7 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Lesson:
-    """A lesson. `step`: the program with the gap; empty if the lesson has questions only."""
+    """A lesson. `step` is the program with the gap; it is empty for a lesson of questions."""
 
     name: str
     title: str
@@ -125,7 +125,7 @@ class Lesson:
 
 
 def num_buckets() -> int:
-    """Of `2_ddp.py`, as it divides the parameters."""
+    """The number of buckets into which `2_ddp.py` divides the parameters."""
     buckets = 1
     held = 0
     for size in reversed(SIZES):
@@ -155,7 +155,7 @@ def of_tp(sequences: int) -> Counts:
 
 
 def of_fsdp(numbers: int) -> Counts:
-    """The collectives of FSDP over so many numbers, with one all-reduce for norm and loss."""
+    """The collectives of FSDP over so many elements, with one all-reduce for norm and loss."""
     return {
         "all_gather": Count(2 * UNITS, 2 * 4 * numbers),
         "reduce_scatter": Count(UNITS, 4 * numbers),
@@ -164,7 +164,7 @@ def of_fsdp(numbers: int) -> Counts:
 
 
 def expected_fsdp_tp(rank: int) -> Counts:
-    """Both, tp 2 and dp 2: FSDP divides what tensor parallel has left."""
+    """The collectives of tp 2 with dp 2: FSDP divides what tensor parallel has left."""
     counts = {}
     fsdp = of_fsdp((N - NORMS) // 2 + NORMS)
     for kind, count in of_tp(B // 2).items():
@@ -176,7 +176,7 @@ def expected_fsdp_tp(rank: int) -> Counts:
 
 
 def expected_ring(rank: int) -> Counts:
-    """Of 2 ranks: 1 message of a forward, 2 twice as large ones of a backward."""
+    """The collectives of 2 ranks: a forward has 1 message, a backward 2 that are twice as large."""
     block = 4 * B * K * (S // 2) * DH
     messages = Count(LAYERS * 3, LAYERS * (2 * block + 2 * 4 * block))
     return two_steps(
@@ -185,13 +185,13 @@ def expected_ring(rank: int) -> Counts:
 
 
 def expected_checkpoint(rank: int) -> Counts:
-    """Steps 1, 2 and 10 on 4 ranks, step 11 on 2; and how the folder's name is agreed on."""
+    """Collectives of steps 1, 2 and 10 on 4 ranks, of step 11 on 2, and for the folder's name."""
     steps = 4 if rank < 2 else 3
     return {kind: count.times(steps) for kind, count in of_fsdp(N).items()}
 
 
 def held_pipeline(rank: int) -> int:
-    """Two blocks and an end, and on rank 0 or 1 what it has sent in the step."""
+    """Bytes of two blocks and an end, and on rank 0 or 1 of what it has sent in the step."""
     blocks = (N - 2 * V * D - D) // 2
     own = blocks + V * D + (D if rank == 1 else 0)
     return 12 * own + 4 * B * S * D

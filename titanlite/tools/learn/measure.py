@@ -1,6 +1,6 @@
 """Runs a step's program on one rank and measures it: losses, collectives and memory.
 
-What it is: the program's `train` under the planner's recorder, which sees every operator that
+What it is: runs the program's `train` under the planner's recorder, which sees every operator that
 reaches the device. `read_step` and `update` of `common.py`, which every step calls, also note the
 gradient norm and what is in memory between two steps.
 Why it is here: the same counting that `titanlite plan` shows; a learner's program is graded by what
@@ -28,10 +28,10 @@ HELD_AT = 3  # step: AdamW has its state after the first
 
 @dataclass
 class Measured:
-    """What one rank did. Losses and norms are of all steps, the others of the recorded ones.
+    """The figures of one rank: losses and norms of all steps, the others of the recorded ones.
 
-    `calls` and `bytes`: by kind of collective, of whole tensors: an all-gather's result, a
-    reduce-scatter's input.
+    `calls` and `bytes` are by kind of collective. Bytes are those of the whole tensor: the output
+    of an all-gather, the input of a reduce-scatter.
     """
 
     losses: list[float]
@@ -43,11 +43,11 @@ class Measured:
 
 
 class ProgramError(Exception):
-    """A program has not the form that an exercise needs. The message says all."""
+    """A program does not have the form that an exercise needs."""
 
 
 class NoAxes:
-    """In place of a mesh: the programs make their own groups."""
+    """Stands for a mesh, since the programs make their own groups."""
 
     def __init__(self) -> None:
         self.degrees: dict[str, int] = {}
@@ -57,7 +57,7 @@ class NoAxes:
 
 
 def load_program(path: Path) -> ModuleType:
-    """Imports a program from a path; its folder is where it finds the others."""
+    """Imports a program from a path; it finds the other programs in its folder."""
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
@@ -69,7 +69,7 @@ def load_program(path: Path) -> ModuleType:
 
 
 def as_number(value: object, what: str) -> float:
-    """Raises ProgramError if it is none: most often a `return` is missing."""
+    """Returns a number as it is; raises ProgramError for another value: a `return` is missing."""
     try:
         return float(cast(Any, value))
     except (TypeError, ValueError, RuntimeError):
@@ -84,8 +84,9 @@ def losses_of(path: str) -> list[float]:
 
 
 def measure(path: str, recorded: tuple[int, ...]) -> Measured:
-    """Runs a program on this rank, whose process group exists; records only these steps, and what
-    is before the first step, since recording is slow.
+    """Runs a program on this rank, whose process group exists.
+
+    Records only these steps and what comes before the first step, since recording is slow.
     """
     recorder = Recorder(cast(Mesh, NoAxes()), vocab_size=-1)
     norms: list[float] = []

@@ -33,7 +33,7 @@ else:
 GIB = 1 << 30
 FIVE_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 MOST_BUBBLE = 0.2
-# Waiting for other ranks, in the model of a step's time
+# The parts of a step's time in which a rank waits for others
 WAITS = ("sharding", "tensor_parallel", "context_parallel", "messages")
 NOTES = {
     "fits": "the fullest rank's total, beside the GPU's memory",
@@ -47,7 +47,7 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A table of `answers.toml`, and the layout that its questions are about."""
+    """A table of `answers.toml`, and the layout of its questions."""
 
     name: str
     gpus: int
@@ -106,7 +106,7 @@ def answer(plan: Plan, question: str) -> str | float:
 
 
 def right(own: object, expected: str | float) -> bool:
-    """Whether an answer is right: a word exactly, a number within a tenth, or within 1."""
+    """Whether an answer is right: an equal word, or a number within a tenth or within 1."""
     if isinstance(expected, str):
         return own == expected
     if isinstance(own, bool) or not isinstance(own, int | float) or not math.isfinite(own):
@@ -115,7 +115,7 @@ def right(own: object, expected: str | float) -> bool:
 
 
 def read_answers(path: Path) -> dict[str, object]:
-    """Raises ConfigError."""
+    """Reads `answers.toml`. Raises ConfigError."""
     try:
         content = tomllib.loads(read_bounded(path, 1 << 16).decode())
     except FileNotFoundError:
@@ -148,7 +148,7 @@ def check_answers(lesson: str, path: Path) -> tuple[bool, list[str]]:
 
 
 def check_layout_answer(answers: dict[str, object]) -> tuple[bool, list[str]]:
-    """A layout of the 405B model on 512 H100 with all five axes."""
+    """Checks a layout of the 405B model on 512 H100 with all five axes."""
     layout = answers.get("layout")
     if not isinstance(layout, list) or not all(isinstance(word, str) for word in layout):
         raise ConfigError('layout: expected a list of keys, as ["--parallel.tp=8"]')

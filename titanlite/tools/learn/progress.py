@@ -1,4 +1,4 @@
-"""Which lessons were passed: a small file of the user.
+"""Keeps the names of the lessons that were passed, in a small file of the user.
 
 What it is: `learn.json` in the cache folder, a list of names. It can be deleted at any time.
 """
@@ -17,7 +17,7 @@ MAX_BYTES = 1 << 16
 
 
 def progress_file() -> Path:
-    """In the folder of prepared data."""
+    """The path of the file, in the folder of prepared data."""
     given = os.environ.get("TITANLITE_CACHE")
     folder = Path(given) if given else Path.home() / ".cache/titanlite"
     return folder / "learn.json"

@@ -1,9 +1,9 @@
 """Whether a step fits into the memory of a GPU, and which keys would help if it does not.
 
-What it is: what the allocator reserves on a rank, as a range, and the CUDA context, against what
-the GPU has. Within the range the verdict is "may fit". Keys that help are found by trying them: one
-change at a time is estimated, and those that make the total smaller are named with what they leave.
-Why it is here: a number of bytes is no answer.
+What it is: compares what the allocator reserves on a rank, as a range, plus the CUDA context, with
+the memory of the GPU. Within the range the verdict is "may fit". Keys that help are found by trial:
+one change at a time is estimated, and each one that reduces the total is named with the new total.
+Why it is here: a number of bytes alone does not say what to change.
 What it costs: about 20 ms for each change. Imports no torch.
 """
 
@@ -32,7 +32,7 @@ NAMES = {
 }
 VERDICTS = {True: "fits", None: "may fit", False: "does not fit"}
 MOST_REMEDIES = 5
-HELPS = 0.97  # a change is named if it leaves less than this part
+HELPS = 0.97  # a change is named if less than this fraction remains
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Remedy:
 
 
 def estimated_needs(config: Config, llama: LlamaConfig, gpus: int) -> list[Need]:
-    """Of each rank of the pp axis. Raises ConfigError."""
+    """The estimated need of each rank of the pp axis. Raises ConfigError."""
     needs = []
     for rank in estimate(config, llama, gpus).ranks:
         low, high = reserved_bytes(rank.memory)
@@ -67,13 +67,13 @@ def estimated_needs(config: Config, llama: LlamaConfig, gpus: int) -> list[Need]
 
 
 def remedies(config: Config, llama: LlamaConfig, gpus: int) -> list[Remedy]:
-    """The changes that make the fullest rank's memory smaller, those that leave least first."""
+    """The changes that reduce the memory of the fullest rank, the most effective first."""
     present = max(need.high for need in estimated_needs(config, llama, gpus))
     found = []
     for change, changed in _changes(config):
         try:
             needs = estimated_needs(changed, llama, gpus)
-        except ConfigError:  # it does not go together with the rest of the config
+        except ConfigError:  # the change contradicts another key
             continue
         worst = max(needs, key=lambda need: need.high)
         if worst.high < HELPS * present:
@@ -118,7 +118,7 @@ def _changes(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def zero_stage(config: Config, degrees: Mapping[str, int], local_batches: int) -> str:
-    """What the layout of weights, gradients and states is called in ZeRO (arXiv 1910.02054)."""
+    """The ZeRO stage that the layout corresponds to (arXiv 1910.02054)."""
     parallel = config.parallel
     shards = degrees["dp_shard"] * degrees["cp"]
     replicas = degrees["dp_replicate"]

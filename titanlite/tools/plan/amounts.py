@@ -1,4 +1,4 @@
-"""Amounts as people write them: `2T` tokens, `5.76e23` FLOPs, `30d`; and as a plan shows them.
+"""Reads amounts as people write them (`2T` tokens, `5.76e23` FLOPs, `30d`) and formats them.
 
 What it is: `amount` and `seconds` read text, the other functions write it. Imports no torch.
 """
@@ -14,8 +14,8 @@ THOUSANDS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 UNITS = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 NUMBER = r"((?:\d[\d_,]*)?\.?\d+(?:[eE][+-]?\d{1,3})?|\d[\d_,]*\.)"
 AMOUNT = re.compile(rf"\s*{NUMBER}\s*([a-zA-Z]*)\s*")
-LONGEST = 60  # characters: a long row of digits would take the pattern long
-LARGEST = 1e40  # no run of this world has as many FLOPs
+LONGEST = 60  # characters: the pattern is slow on a long row of digits
+LARGEST = 1e40  # more FLOPs than any run has
 
 
 def amount(name: str, text: str) -> float:

@@ -1,10 +1,9 @@
-"""What a run takes: FLOPs, time, GPU-hours and cost; the size of its checkpoints; when to save.
+"""Computes FLOPs, time, GPU-hours and cost of a run, the size of its checkpoints, and when to save.
 
-What it is: arithmetic on what is planned or measured. `run_flops` counts with attention, as MFU is
-counted in metrics.jsonl (model/flops.py), and has 6 N D beside it. `run_budget` needs a speed,
-which is a measured number of tokens per second or an assumed MFU: it predicts none. A price that is
-not known stays unknown. `save_interval` weighs the time of saving against the work that a failure
-loses:
+What it is: arithmetic. `run_flops` counts attention, as the MFU in metrics.jsonl does
+(model/flops.py), and has 6 N D beside it. `run_budget` takes a speed: a measured or predicted
+number of tokens per second, or one from an assumed MFU. `save_interval` weighs the time of saving
+against the work that a failure loses:
 
     Young   tau = sqrt(2 d M)
     Daly    tau = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d, or M if d >= 2M
@@ -35,8 +34,8 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.tools.plan.amounts import duration, exponent, short
 
 HOUR = 3600.0
-# Llama 3 405B (arXiv 2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days of about
-# 16,384 H100; hours of one GPU between two
+# Hours of one GPU between two failures. Llama 3 405B (arXiv 2407.21783, section 3.3.4) had 419
+# unexpected interruptions in 54 days on about 16,384 H100.
 GPU_MTBF_HOURS = 54 * 24 * 16384 / 419
 BYTES = {"float32": 4, "bfloat16": 2}
 LABEL = 16  # columns of a line's name
@@ -69,7 +68,7 @@ def run_flops(
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run takes on so many GPUs."""
+    """Time and cost of a run on so many GPUs."""
 
     tokens: float
     flops: float
@@ -108,7 +107,7 @@ def run_budget(
     price: float | None = None,
     peak_tflops: float | None = None,
 ) -> Budget:
-    """The budget of a run that is given by its tokens, its FLOPs or its time.
+    """The budget of a run whose length is given in tokens, in FLOPs or as a time.
 
     `tokens_per_second` is that of one GPU. Raises ConfigError.
     """
@@ -144,7 +143,7 @@ def run_budget(
 
 
 def gpus_needed(tokens: float, seconds: float, tokens_per_second: float) -> int:
-    """How many GPUs train on so many tokens in this time, if each has this speed."""
+    """The number of GPUs that train on so many tokens in this time, each at this speed."""
     _positive(tokens=tokens, seconds=seconds, tokens_per_second=tokens_per_second)
     return math.ceil(tokens / (seconds * tokens_per_second) - 1e-9)
 
@@ -194,7 +193,7 @@ def checkpoint_bytes(model: LlamaConfig, config: Config) -> int:
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """When to save, for a run whose failures are independent and at random."""
+    """The best interval between saves, if failures are random and independent."""
 
     save_seconds: float  # for which training waits
     restart_seconds: float
@@ -203,9 +202,9 @@ class SaveInterval:
     daly_seconds: float
 
     def lost(self, interval: float) -> float:
-        """Time lost to saves, failures and restarts, as a part of the time that counts.
+        """Time lost to saves, failures and restarts, as a fraction of the useful time.
 
-        Infinite where a run would not end in this world's time.
+        Infinite where the result exceeds a double.
         """
         mtbf = self.mtbf_seconds
         cycle = (interval + self.save_seconds) / mtbf
@@ -215,7 +214,7 @@ class SaveInterval:
 
     @property
     def first_order_is_enough(self) -> bool:
-        """Whether Young's interval, for saves much shorter than M, is near Daly's."""
+        """Whether saves are so short that Young's interval is near Daly's."""
         return self.save_seconds <= self.mtbf_seconds / 200
 
 
@@ -278,8 +277,8 @@ def save_lines(
 ) -> list[str]:
     """The checkpoint and when to save, as text of at most 80 columns.
 
-    `step_seconds`: of a training step, if it is known; then the interval is given in steps too.
-    `run_seconds`: of the whole run, if it is known.
+    With `step_seconds`, the time of a training step, the interval is given in steps too.
+    `run_seconds` is the time of the whole run.
     """
     best = interval.daly_seconds
     size = _line("checkpoint", f"{checkpoint / 1e9:,.2f} GB")

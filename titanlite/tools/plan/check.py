@@ -1,4 +1,4 @@
-"""A run's own numbers beside those of its plan."""
+"""Compares the memory and speed of a run with its plan."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from titanlite.tools.plan.advice import GIB
 from titanlite.tools.plan.machines import MACHINES, Machine
 from titanlite.tools.plan.plan import make_plan
 
-# Words of other parts with the same number: slower cards, and slices of a GPU
+# Words that mark another product with the same number: a slower card, or a slice of a GPU
 OTHER_PARTS = {"PCIE", "NVL", "HBM2E", "MIG", "LAPTOP", "D"}
-OF_NODES = {"NVL72"}  # words of the table that say how many are in a node, which no device does
+OF_NODES = {"NVL72"}  # words for the size of a node, which no device name has
 
 
 def machine_of(device_name: str) -> Machine | None:
-    """The machine of the table whose name has most words in common with a device's.
+    """The machine of the table with the longest name whose words are all in the device's name.
 
-    All words must be in it: `NVIDIA H100 80GB HBM3` is an H100, and no H100-96GB-500W. None for
-    other parts, as `NVIDIA H100 PCIe`.
+    `NVIDIA H100 80GB HBM3` is an H100, and no H100-96GB-500W. Returns None for other products, such
+    as `NVIDIA H100 PCIe`.
     """
     words = set(re.split(r"[^A-Za-z0-9]+", device_name.upper()))
     if words & OTHER_PARTS:

@@ -1,4 +1,4 @@
-"""What a rank of a layout holds, computes and sends in one optimizer step.
+"""The counts of an optimizer step: what a rank of a layout holds, computes and sends.
 
 What it is: numbers without times. `trace.py` counts them in the real program, `estimate.py`
 computes them by formula; memory, step time and the text of `titanlite plan` are made from them.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# What a rank sends in an ideal ring of n ranks, as a part of the whole tensor
+# How many times (n - 1) / n of the whole tensor a rank sends in an ideal ring of n ranks
 RING_PARTS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
 
 
@@ -23,12 +23,11 @@ class Collective:
     kind: str  # all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send or recv
     size: int  # ranks of the group
     count: int
-    # Of all calls: of the gathered result, of the tensor that is reduced, of the message
-    whole_bytes: int
+    whole_bytes: int  # sum over the calls: gathered results, reduced tensors, or messages
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends in an ideal ring of n: (n - 1) / n of it, twice that to all-reduce."""
+        """Bytes sent in an ideal ring of n: (n - 1) / n of all, for an all-reduce twice that."""
         if self.kind in RING_PARTS:
             return RING_PARTS[self.kind] * self.whole_bytes * (self.size - 1) // self.size
         return 0 if self.kind == "recv" else self.whole_bytes
@@ -82,10 +81,10 @@ class RankCounts:
 
     pp_rank: int
     stages: tuple[int, ...]  # the pipeline stages that it holds; (0,) without a pipeline
-    num_parameters: int  # stored by this rank: its part of the model's
+    num_parameters: int  # stored by this rank
     memory: Memory
     products: tuple[Product, ...]  # recomputed ones too
-    attention_flops: int  # forward and backward, recomputed ones too, without the causal saving
+    attention_flops: int  # forward, backward and recomputed; the causal mask is not discounted
     pointwise_bytes: int  # read and written by the other operators, in eager mode
     collectives: tuple[Collective, ...]
 

@@ -1,4 +1,4 @@
-"""The work of a step by formula: matrix products, attention, and what the other operators read.
+"""Estimates the work of a step: matrix products, attention, and bytes of the other operators.
 
 What it is: each linear layer has three products, (T, in) (in, out) in the forward and two of the
 same size in the backward, T being the tokens of a forward on this rank; recomputation repeats some
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from titanlite.tools.plan.counts import Product
 from titanlite.tools.plan.layout import Layout, Parameter, Stage
 
-# Every second product of a block is kept by `selective` and all but the last by none: w2's result
-# is needed by no gradient, so it is never computed again
+# The products of a block in the order of its forward. No gradient needs the result of w2, so it is
+# never computed again; `selective` keeps the results of every second product.
 ORDER = ("wq", "wk", "wv", "wo", "w1", "w3", "w2")
 REPEATED = {
     "full": ORDER[:-1],
@@ -45,9 +45,7 @@ def _repeated(layout: Layout, number: int) -> float:
 
 
 def _of_forward(layout: Layout, stage: Stage) -> Iterator[tuple[tuple[int, int, int, str], float]]:
-    """Shape (rows, inner, columns, dtype) and number of the products of one local batch or
-    microbatch.
-    """
+    """Yields (rows, inner, columns, dtype) and the count of the products of one forward."""
     tokens = layout.tokens
     layers = REPEATED.get(layout.config.recompute.mode, ())
     blocks = [unit for unit in stage.units if unit.is_block]
@@ -79,7 +77,7 @@ def _of_forward(layout: Layout, stage: Stage) -> Iterator[tuple[tuple[int, int, 
 
 
 def _dtype(layout: Layout, parameter: Parameter) -> str:
-    """float8 where the layer is converted."""
+    """The dtype of a layer's products: float8 where the layer is converted."""
     float8 = layout.config.float8
     skipped = any(part in parameter.name for part in float8.skipped)
     fits = all(side % 16 == 0 for side in parameter.shape)
@@ -89,10 +87,10 @@ def _dtype(layout: Layout, parameter: Parameter) -> str:
 
 
 def attention_flops(layout: Layout, stages: list[Stage]) -> int:
-    """12 H Dh per pair of query and key in forward and backward (PaLM), 4 for a forward more.
+    """Counts 12 H Dh per pair of query and key (PaLM), and 4 H Dh for each further forward.
 
-    With `cp_method = all_gather` a rank's queries have the keys up to the ends of its two chunks:
-    (2 cp + 1) / 4 cp of the sequence.
+    With `cp_method = all_gather` the queries of a rank attend to the keys up to the ends of its two
+    chunks, which are (2 cp + 1) / 4 cp of the sequence.
     """
     llama = layout.llama
     seq_len = layout.config.training.seq_len
@@ -112,7 +110,7 @@ def attention_flops(layout: Layout, stages: list[Stage]) -> int:
 
 
 def pointwise_bytes(layout: Layout, stages: list[Stage]) -> int:
-    """What norms, RoPE, residuals, SwiGLU, the loss and the copies of FSDP read and write.
+    """Bytes that norms, RoPE, residuals, SwiGLU, the loss and the copies of FSDP read and write.
 
     Bytes per token, by the kernels of eager mode in bfloat16. Forward of a block: two norms and two
     sums (20 D), the product with silu (10 F), RoPE through fp32 (20 of q and k). Backward: the same

@@ -1,4 +1,4 @@
-"""The memory of a rank by formula, at the moment of the step when it holds most.
+"""Estimates the memory of a rank at the moment of the step when it holds most.
 
 What it is: bytes per token that a block keeps for its backward, by recomputation mode, eager or
 compiled; what FSDP gathers and reduces; the loss; and from these the four moments that can be the
@@ -26,8 +26,8 @@ from titanlite.tools.plan.counts import Memory
 from titanlite.tools.plan.estimate_traffic import muon_numel
 from titanlite.tools.plan.layout import DTYPE_BYTES, Layout, Stage, Unit
 
-# What the allocator reserves beyond what is allocated: pieces that no tensor fits in
-# (benchmarks/results/2026-11-24-pretended_memory.md: 0.3 to 2 GiB on one GPU), least and most
+# Least and most that the allocator reserves, relative to what is allocated: it keeps pieces that no
+# tensor fits in (benchmarks/results/2026-11-24-pretended_memory.md: 0.3 to 2 GiB on one GPU)
 RESERVED_FRACTION = (1.0, 1.08)
 RESERVED_OF_LOGITS = (1 / 8, 1 / 4)
 CONTEXT_BYTES = 3 << 28  # of CUDA and NCCL, which the allocator does not see
@@ -35,14 +35,14 @@ CONTEXT_BYTES = 3 << 28  # of CUDA and NCCL, which the allocator does not see
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes of one block and forward."""
+    """Bytes that one block keeps of one forward."""
 
     until_backward: float
-    while_repeated: float  # in the backward, what a recomputation computes again
+    while_repeated: float  # what the recomputation adds in the backward
 
 
 def block_activations(layout: Layout, repeats: bool) -> Kept:
-    """What one block keeps of a forward. `repeats`: it is recomputed, if `recompute.mode` says."""
+    """Bytes that a block keeps of a forward. `repeats`: whether `recompute.mode` applies to it."""
     mode = layout.config.recompute.mode
     whole = _everything(layout)
     stream = _stream(layout)
@@ -72,7 +72,7 @@ def _attention_sizes(layout: Layout) -> tuple[float, float, float]:
 
 
 def _everything(layout: Layout) -> float:
-    """What a block keeps without recomputation."""
+    """Bytes that a block keeps without recomputation."""
     llama = layout.llama
     tokens = layout.tokens
     compute = layout.compute_bytes
@@ -108,9 +108,10 @@ def _everything(layout: Layout) -> float:
 
 
 def _of_context_parallel(layout: Layout) -> float:
-    """Attention keeps its operands, and wo the output in its own order. Keys and values of others:
+    """Bytes that cp adds: attention keeps its operands, and wo the output in its own order.
 
-    all_gather keeps those up to the end of both chunks, together (2 cp + 1) / 2 cp of the sequence.
+    With all_gather these include the keys and values up to the ends of both chunks, together
+    (2 cp + 1) / 2 cp of the sequence.
     """
     queries, keys, _ = _attention_sizes(layout)
     method = layout.config.parallel.cp_method
@@ -129,7 +130,7 @@ def _trained_layers(layout: Layout) -> set[str]:
 
 
 def _selected(layout: Layout) -> float:
-    """What `selective` keeps of a block."""
+    """Bytes that `selective` keeps of a block."""
     queries, keys, sums = _attention_sizes(layout)
     llama = layout.llama
     hidden = layout.tokens * layout.compute_bytes * llama.ffn_dim / layout.tp
@@ -146,12 +147,11 @@ def _selected(layout: Layout) -> float:
 
 
 def logits_bytes(layout: Layout) -> float:
-    """The loss at its highest: in fp32 the log-softmax, its gradient and that of the logits.
+    """Bytes of the loss at its peak: in fp32 the log-softmax, its gradient and that of the logits.
 
-    That of a sharded vocabulary is made of single operators and has one more such tensor; a
-    compiled one needs the half.
-
-    With chunks also the gradients of the hidden states and of the projection, fp32.
+    With a sharded vocabulary the loss is made of single operators and has one more such tensor; a
+    compiled loss needs half. With chunks the fp32 gradients of the hidden states and of the
+    projection are added.
     """
     chunks = layout.config.loss.num_chunks
     width = layout.llama.vocab_size / layout.tp
@@ -184,7 +184,7 @@ class States:
 
 
 def states(layout: Layout, stages: list[Stage]) -> States:
-    """What a rank holds between steps, and its gradients."""
+    """The bytes that a rank holds between steps, and those of its gradients."""
     config = layout.config
     shards = layout.shards
     stored = 0
@@ -284,7 +284,7 @@ def _moments(layout: Layout, stages: list[Stage], pp_rank: int) -> list[Memory]:
 
 
 def _kept_activations(layout: Layout, stages: list[Stage], pp_rank: int) -> float:
-    """Of all forwards whose backward has not begun, at the most."""
+    """The most bytes that the forwards keep whose backward has not begun."""
     every = layout.config.recompute.every
     total = 0.0
     for stage, forwards in zip(stages, layout.in_flight(pp_rank), strict=True):
@@ -302,7 +302,7 @@ def _kept_activations(layout: Layout, stages: list[Stage], pp_rank: int) -> floa
 
 
 def _message_buffers(layout: Layout, stages: list[Stage]) -> int:
-    """torch's stages allocate what they receive, for all microbatches of a local batch."""
+    """Bytes that torch's stages allocate to receive all microbatches of a local batch."""
     if layout.pp == 1:
         return 0
     last = layout.pp * layout.config.parallel.stages_per_process - 1
@@ -346,7 +346,7 @@ class _Gathered:
 
     @classmethod
     def _casts(cls, layout: Layout, units: list[Unit]) -> _Gathered:
-        """On one rank a weight is cast at its use, and kept until its gradient is computed."""
+        """Casts on one rank: a weight is cast at its use and kept until its gradient exists."""
         if layout.compute_dtype == layout.config.training.param_dtype:
             return cls(0, 0, 0, 0)
         compute = layout.compute_bytes
@@ -394,7 +394,7 @@ def fits(memory: Memory, machine_bytes: int) -> bool | None:
 
 
 def range_fits(low: int, high: int, machine_bytes: int) -> bool | None:
-    """The same for what the allocator reserves, at least and at most."""
+    """Whether a GPU can hold a reservation between `low` and `high`; None if it may."""
     if high + CONTEXT_BYTES <= machine_bytes:
         return True
     if low + CONTEXT_BYTES > machine_bytes:
@@ -403,7 +403,7 @@ def range_fits(low: int, high: int, machine_bytes: int) -> bool | None:
 
 
 def reserved_bytes(memory: Memory) -> tuple[int, int]:
-    """What the allocator reserves for it, at least and at most."""
+    """The least and the most bytes that the allocator reserves for this memory."""
     low = memory.total * RESERVED_FRACTION[0] + memory.logits * RESERVED_OF_LOGITS[0]
     high = memory.total * RESERVED_FRACTION[1] + memory.logits * RESERVED_OF_LOGITS[1]
     return round(low), round(high)

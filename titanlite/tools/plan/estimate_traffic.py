@@ -1,4 +1,4 @@
-"""The collectives of a step by formula: kinds, counts and bytes along each axis.
+"""Estimates the collectives of a step: kinds, counts and bytes along each axis.
 
 What it is: the formulas in the headers of `parallel/*.py`, with the ends of the model, the loss,
 accumulation and recomputation. Left out: the scales of float8, and the sums of a logged step.
@@ -28,7 +28,7 @@ class Calls:
 
 
 def collectives(layout: Layout, stages: list[Stage], pp_rank: int) -> tuple[Collective, ...]:
-    """What the rank calls in a step, equal kinds added up; groups of one rank are left out."""
+    """The calls of a rank in a step, summed by kind; groups of one rank are left out."""
     counts: dict[tuple[str, str, int], int] = {}
     sizes: dict[tuple[str, str, int], float] = {}
     for calls in _all_calls(layout, stages, pp_rank):
@@ -63,11 +63,11 @@ def _all_calls(layout: Layout, stages: list[Stage], pp_rank: int) -> Iterator[Ca
 
 
 def _single_numbers(layout: Layout) -> Iterator[Calls]:
-    """The global number of targets, and the sum of squares of all gradients."""
+    """All-reduces of the number of targets and of the sum of squares of all gradients."""
     for axis in ("dp_replicate", "dp_shard"):
         yield Calls(axis, "all_reduce", layout.degrees[axis], 1, 8)
     world = num_processes(layout.degrees)
-    # The group of all ranks is that of an axis that has all of them
+    # An axis that has all ranks shares its group with `world`
     axis = next((axis for axis, degree in layout.degrees.items() if degree == world), "world")
     yield Calls(axis, "all_reduce", world, 1, 8)
 
@@ -102,12 +102,12 @@ def _sharding(layout: Layout, unit: Unit) -> Iterator[Calls]:
 
 
 def _forwards(layout: Layout) -> int:
-    """Of a stage in a step."""
+    """The forwards of a stage in a step."""
     return layout.local_batches * layout.microbatches
 
 
 def recomputed_blocks(layout: Layout, stage: Stage) -> int:
-    """How many blocks of a stage are recomputed, by `recompute.mode` full or selective."""
+    """The number of blocks of a stage that `recompute.mode` full or selective recomputes."""
     recompute = layout.config.recompute
     if recompute.mode not in ("full", "selective"):
         return 0
@@ -115,7 +115,7 @@ def recomputed_blocks(layout: Layout, stage: Stage) -> int:
 
 
 def _tensor_parallel(layout: Layout, stage: Stage) -> Iterator[Calls]:
-    """Gathers before and reduce-scatters after each pair of matrices, and the reverse backward."""
+    """All-gathers before each pair of matrices, reduce-scatters after it; the backward reverses."""
     tp = layout.tp
     llama = layout.llama
     forwards = _forwards(layout)
@@ -151,7 +151,7 @@ def _tensor_parallel(layout: Layout, stage: Stage) -> Iterator[Calls]:
 
 
 def _context_parallel(layout: Layout, stage: Stage) -> Iterator[Calls]:
-    """What attention exchanges; recomputation repeats the forward's, unless it keeps the result."""
+    """Exchanges of attention; recomputation repeats those of the forward, unless kept."""
     cp = layout.cp
     mode = layout.config.recompute.mode
     number = layout.compute_bytes * layout.tokens / layout.tp
@@ -171,14 +171,14 @@ def _context_parallel(layout: Layout, stage: Stage) -> Iterator[Calls]:
         yield Calls("cp", "all_to_all", cp, 2 * times, queries)
         yield Calls("cp", "all_to_all", cp, 2 * times, keys)
         return
-    # Keys and values of all heads go around, backward with their gradients
+    # Keys and values of all heads travel around the ring, in the backward with their gradients
     steps = cp - 1
     yield Calls("cp", "send", cp, steps * (calls + again), 2 * queries)
     yield Calls("cp", "send", cp, steps * calls, 4 * queries)
 
 
 def _messages(layout: Layout, stages: list[Stage], pp_rank: int) -> Iterator[Calls]:
-    """Hidden states to the next stage, their gradients back, and those of a tied embedding."""
+    """Messages: hidden states to the next stage, gradients back, and those of a tied embedding."""
     parallel = layout.config.parallel
     last = layout.pp * parallel.stages_per_process - 1
     own = {stage.index for stage in stages}
@@ -208,7 +208,7 @@ def _tied_part(layout: Layout, stages: list[Stage]) -> int:
 
 
 def muon_numel(layout: Layout, stages: list[Stage]) -> int:
-    """The numbers of this rank's parts of Muon's matrices."""
+    """Elements of the Muon matrices on this rank."""
     return sum(
         parameter.part_numel(layout.shards)
         for stage in stages
@@ -219,7 +219,7 @@ def muon_numel(layout: Layout, stages: list[Stage]) -> int:
 
 
 def _muon(layout: Layout, stages: list[Stage]) -> Iterator[Calls]:
-    """An all-to-all over each axis to whole matrices and back; replicas only share the results."""
+    """All-to-alls over each axis to whole matrices and back; replicas all-gather the results."""
     number = 4 if layout.config.optimizer.muon_dtype == "float32" else 2
     part = muon_numel(layout, stages) * number
     matrices = sum(

@@ -1,10 +1,10 @@
-"""What a rank of a layout holds and how much it computes at a time: names, shapes and counts.
+"""Computes names, shapes and counts of what a rank of a layout holds and computes.
 
 What it is: the parameters of each pipeline stage as FSDP's units, cut over tp, and the sizes of the
 tensors between them. `estimate*.py` make memory, traffic and products of these numbers. Imports no
 torch.
-Why it is here: the same facts that `parallel/` gives to torch, as arithmetic; the rank is the first
-of each axis but pp, which holds the most where a size does not divide.
+Why it is here: `parallel/` gives the same facts to torch; here they are arithmetic. The rank is the
+first of each axis but pp, which holds the most where a size does not divide.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from titanlite.parallel.stage_split import stage_indices, stage_modules
 from titanlite.rules.degrees import local_batches, needs_fsdp, num_processes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CUT_BY_COLUMNS = ("wo", "w2")  # over tp; the other matrices by rows
+CUT_BY_COLUMNS = ("wo", "w2")  # over tp; the other matrices are cut by rows
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Parameter:
         return ".lora_" in self.name
 
     def part_numel(self, ranks: int) -> int:
-        """Of the first of the ranks that FSDP divides dimension 0 over."""
+        """Elements on the first rank, where FSDP divides dimension 0 over so many."""
         return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
 
 
@@ -82,7 +82,7 @@ class Stage:
 
 @functools.lru_cache(maxsize=64)
 def _split(llama: LlamaConfig, num_stages: int, pp_split: str) -> list[list[str]]:
-    """The modules of each stage: a search and the ranks of a pipeline ask for the same again."""
+    """The modules of each stage, cached: a search asks for the same ones many times."""
     return stage_modules(llama, num_stages, ParallelConfig(pp_split=pp_split).stage_starts)
 
 
@@ -135,12 +135,12 @@ class Layout:
 
     @property
     def local_batches(self) -> int:
-        """Of a rank in a step."""
+        """Local batches of a rank in a step."""
         return local_batches(self.config.training, self.degrees)
 
     @property
     def sequences(self) -> int:
-        """Of one forward: a local batch, or in a pipeline a microbatch."""
+        """Sequences of one forward: a local batch, or in a pipeline a microbatch."""
         if self.pp > 1:
             return self.config.parallel.pp_microbatch_size
         return self.config.training.local_batch_size
@@ -152,7 +152,7 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        """Of one forward on this rank, after the division by cp."""
+        """Tokens of one forward on this rank, after the division by cp."""
         return self.sequences * self.config.training.seq_len // self.cp
 
     def stages_of(self, pp_rank: int) -> list[Stage]:
@@ -256,10 +256,10 @@ class Layout:
         return not any(fnmatchcase(name, p) for p in self.config.training.frozen_patterns)
 
     def in_flight(self, pp_rank: int) -> list[int]:
-        """For each stage of a rank: the forwards whose backward has not begun, at the most.
+        """For each stage of a rank the largest number of forwards whose backward has not begun.
 
-        1F1B fills the pipeline behind a stage; the interleaved schedules begin with so many
-        forwards, in rounds of pp microbatches for each stage (`torch.distributed.pipelining`).
+        1F1B fills the pipeline behind a stage. The interleaved schedules begin with rounds of pp
+        microbatches for each stage (`torch.distributed.pipelining`).
         """
         total = self.microbatches
         schedule = self.config.parallel.pp_schedule

@@ -3,8 +3,8 @@
 What it is: a table of common machines, each with the sources of its numbers, the reader of a user's
 own (TOML), and prices per GPU-hour. The peak of bf16 products is that of `model/flops.py`. Imports
 no torch.
-Why it is here: whether a layout fits and how fast it is depends on these numbers alone. They are
-peaks of data sheets; what programs reach of them is in `step_time.py`.
+Why it is here: memory and step time depend on these numbers. They are the peaks of data sheets;
+`step_time.py` has the fractions that programs reach.
 
 Units: memory in GiB that a program can allocate, which is less than the name of the GPU says, since
 the driver keeps a part; TFLOP/s without sparsity; bandwidths in 10^9 bytes per second, of a GPU
@@ -49,7 +49,7 @@ class Machine:
     network_latency_us: float = 25.0
     half_dtype: str = "bfloat16"
     source: str = ""
-    base: str = ""  # of a user's: the machine of the table whose rates and price it has
+    base: str = ""  # for a user's machine: the one in the table whose rates and price it takes
 
     @property
     def memory_bytes(self) -> int:
@@ -225,10 +225,10 @@ MACHINES: dict[str, Machine] = {
     )
 }
 
-# US dollars per GPU-hour, those of the guides' examples. They are examples: prices change by the
-# month, and a file of the user's replaces them.
+# US dollars per GPU-hour. They are examples: prices change by the month, and a user's file replaces
+# them.
 PRICES: dict[str, float] = {"A100-80GB": 1.99, "H100": 3.29}
-# What a user's file must give; the rest has defaults
+# Keys that a user's file must have; the others have defaults
 REQUIRED = (
     "memory_gib",
     "peak_tflops",
@@ -258,7 +258,7 @@ def find_machine(name: str) -> Machine:
 
 
 def read_machine(path: Path) -> Machine:
-    """A machine of the user's: the fields of `Machine` as keys of a TOML file.
+    """Reads a user's machine: the fields of `Machine` as keys of a TOML file.
 
     `base = "H100"` takes what is not given from a machine of the table, its rates and price too.
     Raises ConfigError.
@@ -292,7 +292,7 @@ def read_machine(path: Path) -> Machine:
 
 
 def _problem(key: str, value: object, kind: object) -> str:
-    """What is wrong with a value of a user's machine; empty if nothing is."""
+    """The mistake in a value of a user's machine; empty if there is none."""
     if kind == "str":
         if not isinstance(value, str):
             return "expected text"
@@ -313,7 +313,7 @@ def read_prices(path: Path | None, machine: Machine) -> dict[str, float]:
     """Dollars per GPU-hour by the name of a machine: the built-in ones, and those of a TOML file.
 
     The file has lines as `H100 = 2.5`, for machines of the table and for `machine`, the chosen one.
-    A machine without a price has none, which is not 0. Raises ConfigError.
+    A machine whose price is not known is left out. Raises ConfigError.
     """
     prices = dict(PRICES)
     if path is None:
@@ -334,7 +334,7 @@ def read_prices(path: Path | None, machine: Machine) -> dict[str, float]:
 
 
 def price_of(machine: Machine, prices: dict[str, float]) -> float | None:
-    """Dollars per GPU-hour: its own, else that of its base; None where no price is known."""
+    """Dollars per GPU-hour of the machine, else of its base; None if neither is known."""
     by_lower = {name.lower(): price for name, price in prices.items()}
     own = by_lower.get(machine.name.lower())
     return by_lower.get(machine.base.lower()) if own is None else own

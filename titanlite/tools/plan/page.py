@@ -1,8 +1,8 @@
 """A plan as one HTML file: the memory of each rank as a bar, a step as a bar of time, and tables.
 
 What it is: a document without scripts that requests nothing. All text is escaped, because names
-come from files. Colours follow the reader's light or dark theme; each colour is named in a legend
-and in a table, so none of them is needed to read it.
+come from files. The page follows the reader's light or dark theme. A table names each colour, so it
+can be read without colours.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ pre { overflow-x: auto; }
 
 
 def page(plan: Plan, text: Sequence[str]) -> str:
-    """The document. `text`: the lines that the command prints."""
+    """The HTML document. `text`: the lines that the command prints."""
     title = html.escape(f"{plan.config.run.name} on {plan.gpus:,} x {plan.machine.name}")
     return "\n".join(
         [
@@ -84,7 +84,7 @@ def _time(plan: Plan) -> list[str]:
 
 
 def _bar(parts: Sequence[tuple[str, float]], label: str) -> str:
-    """Parts of a whole side by side; what is left of it stays empty."""
+    """A bar of the parts of a whole; the rest stays empty."""
     cells = "".join(
         f'<div style="width:{100 * part:.3f}%;background:{colour}" title="{text} '
         f'{100 * part:.1f} %"></div>'
@@ -94,7 +94,7 @@ def _bar(parts: Sequence[tuple[str, float]], label: str) -> str:
 
 
 def _table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
-    """The legend of a bar, with numbers; colours in the bar's order."""
+    """The legend of a bar with its numbers, in the order of the colours."""
     lines = [f"<tr><th>{head[0]}</th><th>{head[1]}</th></tr>"]
     for (text, value), colour in zip(rows, COLOURS, strict=False):
         key = f'<span class="key" style="background:{colour}"></span>'

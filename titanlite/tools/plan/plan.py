@@ -1,4 +1,4 @@
-"""A plan: one layout of one config on one kind of GPU, and all that follows from its counts.
+"""The plan of one layout of a config on one kind of GPU.
 
 What it is: the counts of a step, traced or estimated, and from them the memory that each rank
 needs, the time of a step, and what the communication of each axis takes. The text, the JSON and the
@@ -40,7 +40,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a layout needs."""
+    """The needs, the traffic and the speed of a layout."""
 
     config: Config
     llama: LlamaConfig
@@ -51,12 +51,12 @@ class Plan:
     needs: tuple[Need, ...]  # of each rank of the pp axis
     time: StepTime
     traffic: tuple[Traffic, ...]
-    bubble: float  # the idle part of a pipeline
+    bubble: float  # idle fraction of the pipeline's time
     zero: str
 
     @property
     def worst(self) -> Need:
-        """Of the rank that needs most memory."""
+        """The need of the rank that needs most memory."""
         return max(self.needs, key=lambda need: need.high)
 
     @property
@@ -65,26 +65,26 @@ class Plan:
 
     @property
     def remedies(self) -> list[Remedy]:
-        """What would need less, if it may not fit."""
+        """Changes of one key that need less memory; empty if the plan fits."""
         if self.verdict == "fits":
             return []
         return remedies(self.config, self.llama, self.gpus)
 
     @property
     def recompute_factor(self) -> float:
-        """FLOPs of products and attention over those without recomputation."""
+        """The FLOPs of products and attention, divided by those without recomputation."""
         rank = max(self.counts.ranks, key=_flops)
         recompute = dataclasses.replace(self.config.recompute, mode="none", offload=False)
         without = dataclasses.replace(self.config, recompute=recompute)
         return _flops(rank) / _flops(estimate(without, self.llama, self.gpus).ranks[rank.pp_rank])
 
     def name_of(self, need: Need) -> str:
-        """The rank that has this need."""
+        """The name of the rank with this need."""
         return f"rank {need.pp_rank} of pp" if len(self.needs) > 1 else "each rank"
 
     @property
     def source(self) -> str:
-        """Where the numbers come from."""
+        """The source of the numbers: traced or estimated."""
         if self.counts.source == "estimated":
             return "estimated"
         if self.compiled or offloads(self.config):
@@ -111,7 +111,7 @@ def make_plan(
         counts = trace(config, llama, degrees)
     needs = estimated_needs(config, llama, gpus)
     if exact and not compiled and not offloads(config):
-        # Traced tensors; at most, with the buffers that NCCL keeps and a traced step does not have
+        # The upper end keeps the estimate, since NCCL has buffers that a traced step has not
         for i, rank in enumerate(counts.ranks):
             low, high = reserved_bytes(rank.memory)
             needs[i] = Need(rank.pp_rank, rank.memory, low, max(high, needs[i].high))
@@ -136,7 +136,7 @@ def make_plan(
         compiled=compiled,
         counts=counts,
         needs=tuple(needs),
-        # The rates of the model of time are fitted to what is read and written by formula
+        # Estimated counts also here: the rates of the time model are fitted to them
         time=step_time(estimated, machine, config, llama),
         traffic=tuple(traffic),
         bubble=bubble_fraction(
@@ -147,13 +147,13 @@ def make_plan(
 
 
 def offloads(config: Config) -> bool:
-    """Whether some tensors are in CPU memory, which a traced step, on a CPU, cannot tell apart."""
+    """Whether some tensors are in CPU memory; a trace runs on a CPU and cannot tell them apart."""
     parallel = config.parallel
     return parallel.cpu_offload or parallel.optimizer_offload or config.recompute.offload
 
 
 def with_dtype(config: Config, machine: Machine) -> Config:
-    """The config with the dtypes that a run on this machine would have, in place of `auto`."""
+    """The config with `training.compute_dtype = auto` resolved for this machine."""
     training = config.training
     if training.compute_dtype == "auto":
         training = dataclasses.replace(training, compute_dtype=machine.half_dtype)

@@ -81,7 +81,7 @@ class Call(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Counts, within it, what this rank does. Register a model's parameters first.
+    """Context manager that counts what this rank does. Register a model's parameters first.
 
     `EventRecorder` (`titanlite/tools/explain/`) also keeps the collectives one by one.
     """
@@ -93,7 +93,7 @@ class Recorder(TorchDispatchMode):
         self.degrees = mesh.degrees
         self.vocab_size = vocab_size
         self.part = "forward"
-        self.times = 1  # how often what runs now is counted
+        self.times = 1  # weight of the operators that run now
         # ("calls", axis, kind, ranks), ("bytes", axis, kind, ranks), ("attention",),
         # ("pointwise",), ("product", rows, inner, columns, dtype)
         self.counts: Counter[tuple[str | int, ...]] = Counter()
@@ -104,10 +104,10 @@ class Recorder(TorchDispatchMode):
         self.kept: dict[str, int] = {}  # when the last backward began
         self.weight_shapes: set[tuple[int, ...]] = set()
 
-    # The state of a run before its step
+    # Before the step: the state of the run
 
     def register_model(self, parts: Iterable[nn.Module]) -> None:
-        """Parameters and buffers; a gradient that autograd gives a parameter is then recognised."""
+        """Registers parameters and buffers, and marks each gradient when autograd has made it."""
         for part in parts:
             for parameter in part.parameters():
                 self._register(local_part(parameter), "parameters")
@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):
                 self._register(buffer, "buffers")
 
     def register(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Tensors that the step reads, or has made."""
+        """Registers tensors that the step reads or has made."""
         for tensor in tensors:
             self._register(local_part(tensor), category)
 
@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):
     # Memory
 
     def _register(self, tensor: Tensor, category: str) -> None:
-        """Counts the tensor's storage, in this category from here on."""
+        """Counts the tensor's storage in this category from now on."""
         storage = tensor.untyped_storage()
         address = storage_address(storage)
         known = self.live.get(address)
@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):
             self.peaks[self.part] = dict(self.held)
 
     def category(self, tensor: Tensor) -> str:
-        """Of a tensor's storage; empty if it was never seen."""
+        """The category of a tensor's storage; empty if it was never seen."""
         known = self.live.get(storage_address(tensor.untyped_storage()))
         return known.category if known else ""
 
@@ -173,8 +173,8 @@ class Recorder(TorchDispatchMode):
         if sources == {"gradients"}:
             return "gradients"
         if tuple(result.shape) in self.weight_shapes and result.ndim > 1:
-            # A sequence may be as long as the model is wide: the product that makes a gradient has
-            # no weight among its operands, and what is made of one stays one
+            # An activation can have the shape of a weight (S = D). The product that makes a
+            # gradient has no weight among its operands; what is made of a gradient stays one.
             made = name in PRODUCTS and not of_weights
             if made or "embedding" in name or "whole_gradients" in sources:
                 return "whole_gradients"
@@ -211,7 +211,7 @@ class Recorder(TorchDispatchMode):
         self.enter(PARTS.get(phase, "forward"))
 
     def enter(self, part: str) -> None:
-        """A part of the step begins: forward, backward, late backward or update."""
+        """Begins a part of the step: forward, backward, late backward or update."""
         if part == "backward":
             self.kept = dict(self.held)
         self.part = part
@@ -250,7 +250,7 @@ class Recorder(TorchDispatchMode):
     def _fsdp(
         self, name: str, inputs: list[Tensor], outputs: list[Tensor], kwargs: Mapping[str, Any]
     ) -> None:
-        """Copies into and out of the tensors that FSDP communicates."""
+        """Counts the copies into and out of the tensors that FSDP communicates."""
         if name == "split_with_sizes_copy":
             self.register(kwargs["out"], "gathered")
         elif name == "all_gather_copy_in":
@@ -286,7 +286,7 @@ class Recorder(TorchDispatchMode):
         return Call(kind, axis, size, group, whole, args, tuple(inputs))
 
     def count(self, call: Call) -> None:
-        """A collective has begun."""
+        """Counts a collective that begins."""
         if call.kind == "reduce_scatter" and len(call.tensors) == 2:
             self.register(call.tensors[:1], "gradients")
         self.counts["calls", call.axis, call.kind, call.size] += self.times
@@ -310,8 +310,8 @@ class Recorder(TorchDispatchMode):
         self.flops += flops
 
     def numbers(self) -> Counter[tuple[str | int, ...]]:
-        """All counts; ("memory", part of the step, category): what was held at the fullest moment
-        of each part; and ("kept", category): when the last backward began.
+        """All counts, and two kinds of bytes: ("memory", part of the step, category), held at the
+        fullest moment of the part, and ("kept", category), held when the last backward began.
         """
         numbers = self.counts.copy()
         for part, held in self.peaks.items():
@@ -347,7 +347,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 @functools.cache
 def names_of(func: Any) -> tuple[str, str]:
-    """c10d::allreduce_ -> c10d, allreduce_; without the name of an overload."""
+    """The namespace and name of an operator without its overload: c10d::allreduce_."""
     space, _, name = func.name().partition("::")
     return space, name.partition(".")[0]
 

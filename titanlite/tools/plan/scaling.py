@@ -1,14 +1,14 @@
-"""Scaling laws: which model, and how many tokens, a number of FLOPs is best spent on.
+"""Scaling laws: which model size and how many tokens make the best use of a number of FLOPs.
 
 What it is: published answers beside each other, as a range. Each law says which N (parameters)
 reaches the lowest loss for C = 6 N D FLOPs, where D is the number of tokens. In log(C) and log(N)
-it is a straight line, or the rows of a table with straight lines between them; outside the table
-its first and last line go on. So a law is a list of points (C, N), and one interpolation finds C, N
-and D from any one of them.
+it is a straight line, or a table's rows with straight lines between them, extrapolated with the
+first or last slope. So a law is a list of points (C, N), and one interpolation finds C, N and D
+from any one of them.
 
     rule                N = sqrt(C / 120), which is D = 20 N
     approach 1, 2       the rows of the paper's tables 3 and A3 (it prints no coefficients)
-    approach 3          L(N, D) = E + A / N^alpha + B / D^beta. Least for C = 6 N D at
+    approach 3          L(N, D) = E + A / N^alpha + B / D^beta, which for C = 6 N D is lowest at
                         N = G (C / 6)^(beta / (alpha + beta)),
                         G = (alpha A / (beta B))^(1 / (alpha + beta))
     Kaplan et al.       N = 1.3e9 (C / PF-day)^0.73
@@ -17,7 +17,7 @@ Why it is here: a single number hides that the laws disagree. At 5.76e23 FLOPs a
 printed has half the parameters of the others: its exponents were rounded, and its fit had not
 converged.
 The laws are those of the text, tokenizer, architecture and learning-rate schedule of their authors,
-and of runs far smaller than most that are planned with them. `fit.py` fits the user's own runs.
+and of runs far smaller than most that are planned with them.
 Reference: Hoffmann et al. 2022 (arXiv 2203.15556), Besiroglu et al. 2024 (arXiv 2404.10102),
 Kaplan et al. 2020 (arXiv 2001.08361). Imports no torch.
 """
@@ -64,11 +64,11 @@ class Law:
     name: str
     source: str
     points: tuple[tuple[float, float], ...]  # (C, N), ascending; at least two
-    fitted: tuple[float, float]  # the smallest and largest C of the runs behind it
+    fitted: tuple[float, float]  # smallest and largest C of the runs that it was fitted to
     loss_law: LossLaw | None = None  # if the source has one
 
     def extrapolates(self, flops: float) -> float:
-        """How far so many FLOPs are outside the law's runs, as a factor; 1 within them."""
+        """The factor by which so many FLOPs are outside the runs of the law; 1 within them."""
         low, high = self.fitted
         return max(1.0, flops / high, low / flops)
 
@@ -80,7 +80,7 @@ def law_of_loss(name: str, source: str, loss: LossLaw, fitted: tuple[float, floa
     return Law(name, source, points, fitted, loss)
 
 
-# The paper's runs: the IsoFLOP profiles; 70M to 16B parameters, 5B to 500B tokens
+# C of the paper's IsoFLOP profiles, with 70M to 16B parameters and 5B to 500B tokens
 CHINCHILLA_RUNS = (6e18, 3e21)
 CHINCHILLA = "arXiv 2203.15556"
 # N of the rows of the tables 3 and A3, and their FLOPs by approach 1 and 2
@@ -129,14 +129,14 @@ LAWS = (
 
 @dataclass(frozen=True)
 class Optimum:
-    """What a law would train."""
+    """The run that a law recommends."""
 
     law: Law
     flops: float
     parameters: float
     tokens: float
     loss: float | None  # as the law itself predicts it
-    extrapolated: float  # how far C is outside the law's runs, as a factor; 1 within them
+    extrapolated: float  # factor by which C is outside the runs of the law; 1 within them
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What the laws say of a run, or of what would be best for one of its numbers."""
+    """The answers of the laws, for a run or for one of its numbers."""
 
     given: tuple[str, ...]  # of flops, parameters, tokens
     flops: float | None  # 6 N D; None if neither it nor both others were given
@@ -160,8 +160,8 @@ class Scaling:
     predictions: tuple[Prediction, ...]  # of the run, if N and D are known
 
     def spread(self) -> tuple[Optimum, Optimum]:
-        """The optima with the fewest and with the most parameters; for a given N, with the fewest
-        and with the most tokens. Without Kaplan's, which later work contradicts.
+        """The optima with the fewest and the most parameters; for a given N, the fewest and the
+        most tokens. Kaplan's law is left out, since later work contradicts it.
         """
         compared = [optimum for optimum in self.optima if optimum.law is not KAPLAN]
         by_tokens = self.given == ("parameters",)
@@ -174,9 +174,8 @@ def scaling_laws(
     flops: float | None = None,
     parameters: float | None = None,
     tokens: float | None = None,
-    laws: Sequence[Law] = LAWS,
 ) -> Scaling:
-    """What the laws say, for one or two of the three numbers; with two, C = 6 N D has the third.
+    """Asks all laws about one or two of the three numbers; C = 6 N D gives the third.
 
     Raises ConfigError.
     """
@@ -198,18 +197,18 @@ def scaling_laws(
         parameters = flops / (6 * tokens)
 
     if flops is not None:
-        optima = [_optimum(law, flops) for law in laws]
+        optima = [_optimum(law, flops) for law in LAWS]
     elif parameters is not None:
-        optima = [_optimum(law, _flops_of_parameters(law, parameters)) for law in laws]
+        optima = [_optimum(law, _flops_of_parameters(law, parameters)) for law in LAWS]
     else:
         assert tokens is not None
-        optima = [_optimum(law, _flops_of_tokens(law, tokens)) for law in laws]
+        optima = [_optimum(law, _flops_of_tokens(law, tokens)) for law in LAWS]
 
     over_training = None
     predictions = []
     if parameters is not None and tokens is not None:
         over_training = tokens / (TOKENS_PER_PARAMETER * parameters)
-        for law in laws:
+        for law in LAWS:
             if law.loss_law is not None:
                 predictions.append(Prediction(law, law.loss_law.loss(parameters, tokens)))
     return Scaling(
@@ -233,7 +232,7 @@ def _flops_of_tokens(law: Law, tokens: float) -> float:
 
 
 def _interpolate(x: float, points: Sequence[tuple[float, float]]) -> float:
-    """y at x on straight lines between the logarithms of points; the outer lines go on."""
+    """y at x, on straight lines between the logarithms of the points, extrapolated at the ends."""
     upper = 1
     while upper < len(points) - 1 and points[upper][0] < x:
         upper += 1
@@ -304,7 +303,7 @@ def _run_lines(scaling: Scaling) -> list[str]:
 
 
 def _validity(scaling: Scaling) -> list[str]:
-    """Which runs the laws are from, one line each, and how far this is outside them."""
+    """Lines with the range of runs behind each law, and how far this run is outside it."""
     groups: dict[tuple[float, float], list[Optimum]] = {}
     for optimum in scaling.optima:
         groups.setdefault(optimum.law.fitted, []).append(optimum)

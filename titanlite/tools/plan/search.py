@@ -1,4 +1,4 @@
-"""The best layout for a model on a number of GPUs: all that are allowed, tried by arithmetic.
+"""Searches the best layout for a model on a number of GPUs: estimates all that are allowed.
 
 What it is: the products of degrees that are powers of two (dp_shard and dp_replicate have the
 rest), with tp inside a node, pp <= 32 and cp <= 16, with and without replicas, two pipeline
@@ -9,8 +9,8 @@ tried with the moments in CPU memory. What is left is ranked by the time of a st
 Not searched: `pp_split`, `async_tp` and numbers of `reshard_after_forward`, which are reset to
 their defaults, since most layouts exclude those of another one; other schedules, `cp_method`,
 `memory_budget`, `recompute.offload` and `cpu_offload`, dtypes and float8, which stay as they are.
-Why it is here: the fastest layout is rarely the one with the least communication: memory decides
-which ones are left, and by how much they must recompute.
+Why it is here: the fastest layout is rarely the one with the least communication, because memory
+decides which layouts fit and how much they must recompute.
 What it costs: about 20 ms per layout. Imports no torch.
 """
 
@@ -51,7 +51,7 @@ class Candidate:
 
     @property
     def keys(self) -> dict[str, str | int]:
-        """Key -> value of what the search has chosen, or reset."""
+        """The keys that the search has chosen or reset, with their values."""
         parallel = self.config.parallel
         training = self.config.training
         chosen: dict[str, str | int] = {}
@@ -84,7 +84,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has found."""
+    """The result of a search."""
 
     best: tuple[Candidate, ...]  # the fastest first
     tried: int
@@ -115,7 +115,7 @@ def search(
 
 
 def _reset(config: Config) -> Config:
-    """The config without what belongs to one layout, and would exclude most others."""
+    """The config without the keys that fit one layout and would exclude most others."""
     parallel = replace(config.parallel, pp_split="", async_tp=False)
     if parallel.reshard_after_forward.isdecimal():
         parallel = replace(parallel, reshard_after_forward="default")
@@ -216,13 +216,13 @@ def evaluate(
 
 
 def _of_rule(error: ConfigError) -> str:
-    """The key that the rule's message begins with: its values differ from layout to layout."""
+    """A reason that names only the key, since the values in the message differ between layouts."""
     key = re.match(r"[a-z0-9_]+\.[a-z0-9_]+", str(error))
     return f"a rule of {key[0]} excludes it" if key else "a rule excludes it"
 
 
 def _most(layout: Layout) -> Memory:
-    """Of the ranks that can hold most: the first two, and the last, which has the loss."""
+    """The memory of the fullest rank, which is one of the first two or the last, with the loss."""
     ranks = {0, min(1, layout.pp - 1), layout.pp - 1}
     held = [memory(layout, layout.stages_of(rank), rank) for rank in sorted(ranks)]
     return max(held, key=lambda moment: moment.total)
@@ -242,7 +242,7 @@ def why_slower(second: Candidate, first: Candidate) -> str:
 
 
 def as_toml(candidate: Candidate) -> str:
-    """What the search has chosen, as sections of a config file."""
+    """Formats the chosen keys as sections of a config file."""
     sections: dict[str, list[str]] = {}
     for name, value in candidate.keys.items():
         section, key = name.split(".")

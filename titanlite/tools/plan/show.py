@@ -1,7 +1,7 @@
-"""A plan as text of at most 80 columns, and as JSON.
+"""Formats a plan as text of at most 80 columns, and as JSON.
 
-What it is: the lines of `titanlite plan`. Bytes are GiB = 2^30 bytes for memory, whose sizes are
-powers of two, and GB = 10^9 bytes for what is sent, as links are rated.
+What it is: the lines of `titanlite plan`. Memory is in GiB = 2^30 bytes, since its sizes are powers
+of two; traffic is in GB = 10^9 bytes, as links are rated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from titanlite.tools.plan.search import SearchResult, why_slower
 from titanlite.tools.plan.step_time import RATES
 
 WIDTH = 80
-BAR = 27  # columns of a whole
+BAR = 27  # columns of a bar that stands for the whole
 TIMES = {
     "products": "matrix products",
     "attention": "attention",
@@ -39,7 +39,7 @@ TIMES = {
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """All of the plan but budget and cost."""
+    """The lines of a plan without budget and cost."""
     return [
         *_title(plan),
         "",
@@ -158,7 +158,7 @@ def _warnings(plan: Plan) -> list[str]:
 
 
 def seconds_text(value: float) -> str:
-    """A time of a step: in seconds or milliseconds."""
+    """A time in seconds or milliseconds."""
     if value >= 1:
         return f"{value:,.2f} s"
     return f"{1000 * value:,.1f} ms"

@@ -1,15 +1,14 @@
-"""How long a step takes: a model of time from counts and a machine.
+"""Predicts the time of a step from its counts and a machine.
 
-What it is: every part of `StepCounts` divided by a rate, and what runs at the same time.
+What it is: divides every part of `StepCounts` by a rate, and adds what does not overlap.
 
     products        FLOPs / (peak of the dtype x `products` x s / (s + 150)), s the smallest side
     attention       FLOPs below the diagonal (half of S^2) / (peak x `attention`)
     other operators bytes / (0.8 x memory bandwidth); compiled 0.45 of the bytes of eager mode
     optimizer       each state read and written once; Muon's products
     collectives     bytes in a ring / bandwidth x `links`, and a latency for each call
-    host            the time in which the GPU waits for the CPU: launching the kernels of a block
-                    takes the CPU `host_ms` (forward and backward, eager mode), and what is longer
-                    than the GPU's own time is waited for
+    host            launching the kernels of a block takes the CPU `host_ms` (forward and backward,
+                    eager mode); the GPU waits where this is longer than its own time
 
 The bandwidth of a group of ranks inside a node is that of the node's link. Where it spans nodes,
 its rings enter and leave each node through the network ports of all its GPUs there: with k of them
@@ -43,7 +42,7 @@ from titanlite.tools.plan.machines import Machine
 
 @dataclass(frozen=True)
 class Rates:
-    """What programs reach of a machine's peaks, as fractions, and the time of the host."""
+    """The fractions of a machine's peaks that programs reach, and the time of the host."""
 
     products: float = 0.65
     attention: float = 0.35
@@ -51,7 +50,7 @@ class Rates:
     host_ms: float = 1.0  # not a fraction: milliseconds
 
 
-# By the name of a machine: fitted on a half of the published rows of that GPU, judged on the other
+# Rates by machine, fitted to half of the published rows of that GPU and judged on the other half
 # (benchmarks/results/2026-11-26-plan_rows.md). Half of the A100-80GB rows are small models in a
 # trainer of 2022, whose launches take long. Other machines have the default.
 RATES: dict[str, Rates] = {
@@ -126,7 +125,7 @@ def step_time(
     llama: LlamaConfig,
     rates: Rates | None = None,
 ) -> StepTime:
-    """The time of a step of these counts; `rates`: other ones than those of the machine."""
+    """The time of a step with these counts. `rates` replaces the rates of the machine."""
     used = rates or rates_of(machine)
     degrees = counts.degrees
     compiled = not reason_not_compiled(config, degrees, llama.dim, "cuda")
@@ -194,7 +193,7 @@ class _Compute:
 
 
 def _causal_part(config: Config, cp: int) -> float:
-    """The part of the counted pairs of query and key that the causal mask leaves: S^2 / 2."""
+    """The fraction of the counted pairs of query and key that the causal mask leaves: S^2 / 2."""
     if cp > 1 and config.parallel.cp_method == "all_gather":
         return 2 * cp / (2 * cp + 1)
     return 0.5
@@ -220,7 +219,10 @@ def _compute(
 def _host_seconds(
     config: Config, llama: LlamaConfig, counts: StepCounts, rates: Rates, compiled: bool
 ) -> float:
-    """The launches of a step; a forward is a third of them, which recomputation repeats."""
+    """The time to launch the kernels of a step.
+
+    A forward takes a third of it, which recomputation repeats.
+    """
     pp = counts.degrees["pp"]
     microbatches = 1
     if pp > 1:
@@ -236,7 +238,7 @@ def _host_seconds(
 
 
 def product_seconds(product: Product, machine: Machine, rates: Rates) -> float:
-    """Of all these products."""
+    """The time of all these products."""
     tflops = machine.peak_tflops * rates.products
     if product.dtype == "float32":
         tflops = (machine.float32_tflops or machine.peak_tflops / 8) * rates.products
@@ -247,7 +249,7 @@ def product_seconds(product: Product, machine: Machine, rates: Rates) -> float:
 
 
 def ranks_per_node(axis: str, size: int, degrees: dict[str, int], machine: Machine) -> int:
-    """How many ranks of a group along an axis share a node."""
+    """The number of ranks of a group along an axis that share a node."""
     if axis == "world":
         return min(size, machine.gpus_per_node)
     of_weights = axis.endswith("dp_shard_cp")  # or a part of it
@@ -261,7 +263,7 @@ def ranks_per_node(axis: str, size: int, degrees: dict[str, int], machine: Machi
 def collective_seconds(
     collective: Collective, degrees: dict[str, int], machine: Machine, rates: Rates
 ) -> float:
-    """Of all these calls of a step."""
+    """The time of all these calls of a step."""
     size = collective.size
     together = ranks_per_node(collective.axis, size, degrees, machine)
     nodes = -(-size // together)
@@ -304,7 +306,9 @@ def _optimizer(
     llama: LlamaConfig,
     world_size: int,
 ) -> float:
-    """Reads gradients twice (first for their norm), reads and writes weights and moments."""
+    """The time of the update: reads gradients twice (first for their norm), and reads and writes
+    weights and moments.
+    """
     held = rank.memory
     gradients = held.parameters  # also where they are not held at the peak
     moved = 2 * held.parameters + 2 * held.optimizer + 2 * gradients
@@ -322,7 +326,7 @@ def _optimizer(
 
 
 def _offload(rank: RankCounts, config: Config, local_batches: int, pp: int) -> float:
-    """Copies to CPU memory and back, and the update there.
+    """The time of copies to CPU memory and back, and of the update there.
 
     `cpu_offload` copies a shard up at each all-gather (`estimate_traffic.py`): before each forward
     of a local batch (with pp those of all microbatches) and once before its
@@ -352,7 +356,7 @@ def _offload(rank: RankCounts, config: Config, local_batches: int, pp: int) -> f
 
 
 def topology_warnings(degrees: dict[str, int], machine: Machine) -> tuple[str, ...]:
-    """What of a layout communicates over a slower link than it should."""
+    """Warnings about axes that communicate over a slower link than they should."""
     warnings = []
     inside = machine.gpus_per_node
     if degrees["tp"] > inside or inside % degrees["tp"]:

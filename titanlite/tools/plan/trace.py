@@ -1,4 +1,4 @@
-"""Counts a step by running it, without weights, numbers or other processes.
+"""Counts a step by running it on tensors without values, in a single process.
 
 What it is: the training program's own model, techniques, loss, clipping and optimizer, on tensors
 that have only shapes, in a process group whose other ranks do not exist. A `Recorder` counts. The
@@ -46,11 +46,11 @@ from titanlite.tools.plan.counts import Collective, Memory, Product, RankCounts,
 from titanlite.tools.plan.recorder import CATEGORIES, Recorder
 from titanlite.tools.verify.pool import Pool
 
-# What was counted -> number; the keys are those of `Recorder`, and ("parameters",)
+# What was counted -> number. The keys are those of `Recorder` and ("parameters",).
 Numbers: TypeAlias = Counter[tuple[str | int, ...]]
-# Blocks of a stage of the shorter of two models that stand for a deep one: gathered weights of one
-# unit are freed while others compute, so three blocks have all that happens. In a pipeline they
-# stay, so one has.
+# Blocks per stage of the shorter of the two models that stand for a deep one. The gathered weights
+# of one unit are freed while others compute, so all cases occur within three blocks. In a pipeline
+# the weights stay gathered, and one block is enough.
 SHORT = 3
 SHORT_STAGE = 1
 PROCESSES = 2  # at a time
@@ -113,7 +113,7 @@ def trace(config: Config, llama: LlamaConfig, degrees: Mapping[str, int]) -> Ste
 
 
 def untraceable(config: Config) -> Iterator[str]:
-    """What needs a GPU even without numbers."""
+    """Yields a message for each setting that cannot be traced without a GPU."""
     if config.float8.enabled and not config.float8.emulate:
         yield "float8.enabled = true: its products are traced on a GPU only; expected --estimate"
     if config.parallel.cp_method == "ring" and config.parallel.cp > 1:
@@ -143,7 +143,7 @@ def _depths(config: Config, llama: LlamaConfig, pp: int) -> Depths:
 
 
 def _on_line(first: Numbers, second: Numbers, part: float) -> Numbers:
-    """first + part (second - first), of each number."""
+    """Interpolates each number: first + part (second - first)."""
     keys = first.keys() | second.keys()
     return Counter({key: round(first[key] + part * (second[key] - first[key])) for key in keys})
 
@@ -192,7 +192,7 @@ def build_step(
 ) -> StepParts:
     """Gives the parts of the model memory, and the optimizer its states.
 
-    `initialised`: with the weights of a run that begins; else with memory whose values are any.
+    `initialised`: draws the weights as a new run does; else the values are undefined.
     """
     for part in model_parts:
         part.to_empty(device=device)
@@ -205,7 +205,7 @@ def build_step(
 
 
 def watch(parts: StepParts, recorder: Recorder) -> None:
-    """What the recorder must know before the step."""
+    """Registers with the recorder what exists before the step."""
     recorder.register_model(parts.stages.model_parts)
     recorder.register(_state_tensors(parts.optimizer), "optimizer")
     recorder.register(parts.ema.averages, "optimizer")
@@ -273,7 +273,7 @@ def take_step(config: Config, parts: StepParts, recorder: Recorder | None = None
 
 
 def _make_states(parts: Iterable[Llama], optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's states, which its first step makes."""
+    """Makes the optimizer's states by a first step."""
     for part in parts:
         for parameter in part.parameters():
             if parameter.requires_grad:
@@ -290,7 +290,7 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
 
 
 def local_zeros(config: Config, device: torch.device) -> Batch:
-    """A local batch of zeros, with what this config's batches have."""
+    """A local batch of zeros with the fields that batches of this config have."""
     training = config.training
     shape = (training.local_batch_size, training.seq_len)
     zeros = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -305,8 +305,8 @@ def local_zeros(config: Config, device: torch.device) -> Batch:
 def _mark_middle(part: Llama, recorder: Recorder) -> None:
     """Divides the backward of a part in the middle of its blocks.
 
-    Its fullest moment is near one of its ends. Each half has its own, so that both of two short
-    models have theirs at the same place.
+    The fullest moment is near one of the ends of the backward. Each half has a peak of its own, so
+    that two short models have their peaks at the same place.
     """
     blocks = list(part.layers.values())
 

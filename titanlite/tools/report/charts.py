@@ -14,23 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.tools.report.fit import PowerLaw, Trend
 from titanlite.tools.report.run_data import Column, Run
 from titanlite.tools.report.thin import evenly, extremes, means, numbers
 
 BYTES = 600_000  # of all points, at about 15 bytes each
-# Of a series
-MOST_POINTS = 1000
+MOST_POINTS = 1000  # of a series
 LEAST_POINTS = 60
 MOST_LINES = 8  # of a chart of layers
-MOST_EVALUATIONS = 60  # metrics of all tasks
-# time/..., from the bottom up
+MOST_EVALUATIONS = 60  # metrics of all tasks together
+# Columns time/..., from the bottom of the stack up
 SPLIT = ("data", "forward", "backward", "communication", "optimizer", "other")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A column in a chart. Styles: line, points, or smooth: faint points and a smoothed line."""
+    """A column in a chart. `smooth` is a smoothed line over a faint one of all values."""
 
     column: str
     label: str
@@ -44,8 +42,8 @@ class Chart:
     unit: str
     lines: tuple[Line, ...]
     help: str = ""
-    log: bool = False  # whether a logarithmic axis is a choice
-    single: bool = False  # only in the report of one run: the lines would be too many
+    log: bool = False  # whether a logarithmic axis is offered
+    single: bool = False  # left out for several runs, which would have too many lines
 
 
 CHARTS = (
@@ -139,7 +137,7 @@ LAYERS = {
 }
 
 
-def charts(runs: list[Run], trends: list[Trend]) -> list[dict[str, Any]]:
+def charts(runs: list[Run]) -> list[dict[str, Any]]:
     """The charts that have data, in the order in which they are shown."""
     wanted = [
         _loss_chart(runs),
@@ -161,24 +159,8 @@ def charts(runs: list[Run], trends: list[Trend]) -> list[dict[str, Any]]:
             several = len(runs) > 1
             result += [_time_split(i, run, most, several) for i, run in enumerate(runs)]
         result.append(_drawn(chart, runs, most))
-    # Only of a single run: of several, these lines would hide the others
-    law = trends[0].law
-    if len(runs) == 1 and law is not None:
-        result[0]["series"].append(_fitted(law))
     with_data = [chart for chart in result if chart["series"]]
     return [chart | {"id": f"chart-{i}"} for i, chart in enumerate(with_data)]
-
-
-def _fitted(law: PowerLaw) -> dict[str, Any]:
-    """The power law as a series of the loss chart."""
-    steps = np.geomspace(law.first, law.last, 60)
-    return {
-        "run": 0,
-        "label": "power law",
-        "style": "fit",
-        "x": numbers(steps, 6),
-        "y": numbers(law(steps)),
-    }
 
 
 def _drawn(chart: Chart, runs: list[Run], most: int) -> dict[str, Any]:
@@ -206,7 +188,7 @@ def _drawn(chart: Chart, runs: list[Run], most: int) -> dict[str, Any]:
 
 
 def _points(column: Column, style: str, most: int) -> dict[str, Any]:
-    """x and y of a series; if a smoothed one was thinned, also the means mx and my of buckets."""
+    """x and y of a series, and for a thinned smooth one the means of its buckets, mx and my."""
     x, y = extremes(column.steps, column.values, most)
     points = {"x": numbers(x, 15), "y": numbers(y)}
     if style == "smooth" and len(x) < len(column.steps):
@@ -216,7 +198,7 @@ def _points(column: Column, style: str, most: int) -> dict[str, Any]:
 
 
 def _loss_chart(runs: list[Run]) -> Chart:
-    """Training and validation loss together: the gap between them shows overfitting."""
+    """Training and validation loss in one chart: the gap between them shows overfitting."""
     lines = [Line("loss", "training", "smooth")]
     mean = any("validation/loss" in run.columns for run in runs)
     if mean:
@@ -257,9 +239,9 @@ def _validation_charts(runs: list[Run]) -> list[Chart]:
 
 
 def evaluation_columns(runs: list[Run]) -> dict[str, str]:
-    """Column -> label, of the metrics of `titanlite evaluate`, such as evaluate/<task>/<metric>.
+    """Column -> label, for the metrics of `titanlite evaluate`: evaluate/<task>/<metric>.
 
-    Without their standard errors and numbers of tokens.
+    Standard errors and numbers of tokens are left out.
     """
     labels: dict[str, str] = {}
     for run in runs:
@@ -313,9 +295,9 @@ def _layer_charts(runs: list[Run]) -> list[Chart]:
 
 
 def _time_split(number: int, run: Run, most: int, several: bool) -> dict[str, Any]:
-    """The parts of a step's time, stacked: one chart for each run.
+    """The stacked parts of a step's time, one chart for each run.
 
-    Parts of the same row belong together.
+    All parts are taken from the same rows, so that they add up.
     """
     parts = [name for name in SPLIT if f"time/{name}" in run.columns]
     steps = run.column(f"time/{parts[0]}").steps if parts else np.empty(0, np.int64)
@@ -345,7 +327,7 @@ def _time_split(number: int, run: Run, most: int, several: bool) -> dict[str, An
 
 
 def axis(run: Run, most: int = 400) -> dict[str, list[float]]:
-    """Steps with their tokens and hours of training, between which the page interpolates."""
+    """Steps with their tokens and hours of training; the page interpolates between them."""
     tokens = run.column("tokens")
     seconds = run.column("seconds")
     if not len(tokens.steps):

@@ -1,7 +1,6 @@
-"""What a report says in words: the final table, the findings, and how the settings differ.
+"""The words of a report: the final table, the findings, and the settings that differ.
 
-What it is: functions from a `Run` and its `Trend` to strings. The page and the text for a terminal
-show the same.
+What it is: functions from a `Run` to strings. The page and the text for a terminal show the same.
 """
 
 from __future__ import annotations
@@ -16,15 +15,23 @@ import numpy as np
 from titanlite.config.schema import Config
 from titanlite.observe.console import duration
 from titanlite.tools.report.charts import evaluation_columns, validation_sets
-from titanlite.tools.report.fit import THRESHOLD, PowerLaw, Trend
+from titanlite.tools.report.loss_curve import (
+    FEWEST,
+    THRESHOLD,
+    WINDOW,
+    Improvement,
+    Spike,
+    find_spikes,
+    improvement,
+)
 from titanlite.tools.report.run_data import Run, finite
 
-MOST_FOUND = 12  # spikes, and plateaus, that are listed
+MOST_FOUND = 12  # spikes that are listed
 PLACES = ("run.name", "run.folder")  # say where a run is, not how it trains
 
 
 def table(run: Run) -> list[tuple[str, str]]:
-    """The final table: name and value of what is known."""
+    """The final table: names and values that are known."""
     starts = [event.about for event in run.events if event.name == "start"]
     about = starts[-1] if starts else {}
     parameters = about.get("parameters")
@@ -72,13 +79,13 @@ def _steps(run: Run) -> str:
 
 
 def _last(run: Run, name: str, form: Callable[[float], str]) -> str:
-    """The last value of a column; "" if the run has none. So are the two below."""
+    """The last value of a column; "" if the run has none."""
     values = run.column(name).values
     return form(float(values[-1])) if len(values) else ""
 
 
 def _median(run: Run, name: str, form: str) -> str:
-    # The first row has the first step, which allocates and compiles
+    """The median of a column without its first row, whose step allocates and compiles."""
     values = run.column(name).values[1:]
     return form.format(float(np.median(values))) if len(values) else ""
 
@@ -154,12 +161,11 @@ def _batch(run: Run) -> str:
     return f"{sequences:,} sequences of {length:,} tokens"
 
 
-def findings(run: Run, found: Trend) -> list[str]:
-    """What the loss curve shows, one sentence or two for each finding."""
-    if found.law is None:
-        lines = [f"No trend: {found.why}. Spikes and plateaus cannot be distinguished from noise."]
-    else:
-        lines = [_law_sentence(found.law), *_spike_sentences(found), *_plateau_sentences(found)]
+def findings(run: Run) -> list[str]:
+    """Sentences about the loss curve and about what could not be read."""
+    loss = run.column("loss")
+    lines = [_improvement_sentence(improvement(loss.steps, loss.values))]
+    lines += _spike_sentences(find_spikes(loss.steps, loss.values), len(loss.steps))
     if run.broken:
         count = len(run.broken)
         first = run.broken[0]
@@ -167,51 +173,40 @@ def findings(run: Run, found: Trend) -> list[str]:
     return lines + [f"{note}." for note in run.notes]
 
 
-def _law_sentence(law: PowerLaw) -> str:
-    low, high = law.exponents
-    floor_low, floor_high = law.floors
+def _improvement_sentence(found: Improvement | None) -> str:
+    if found is None:
+        return f"Too few logged losses to compare: the comparison needs {2 * FEWEST}."
+    last = found.last
+    before = found.before
+    verb = "fell" if found.fall >= 0 else "rose"
     return (
-        f"Power law: loss = E + A s^-b with E = {law.floor:.4g}, A = {law.scale:.4g}, "
-        f"b = {law.exponent:.3g}, of {law.count:,} logged steps from {law.first:,} to "
-        f"{law.last:,}; the robust standard deviation of the loss around it is {law.noise:.2g}. "
-        f"With b from {low:.2g} to {high:.2g} (and E from {floor_low:.3g} to {floor_high:.3g}) "
-        f"the fit has a sum of deviations at most 10% larger."
+        f"The mean loss {verb} by {abs(found.fall):.3g} (standard error {found.error:.1g}): "
+        f"{last.value:.4f} in the last {last.count:,} logged steps, {last.first:,} to "
+        f"{last.last:,}; {before.value:.4f} in the {before.count:,} before them, "
+        f"{before.first:,} to {before.last:,}."
     )
 
 
-def _spike_sentences(found: Trend) -> list[str]:
-    if not found.spikes:
-        return [f"No spike: no loss is {THRESHOLD:g} robust standard deviations too high."]
+def _spike_sentences(spikes: list[Spike], count: int) -> list[str]:
+    """The spikes among `count` logged losses."""
+    if count <= WINDOW:
+        return [f"Too few logged losses to recognise a spike: each needs {WINDOW} before it."]
+    if not spikes:
+        return [
+            f"No spike: no loss is {THRESHOLD:g} robust standard deviations above the {WINDOW} "
+            "before it."
+        ]
     lines = []
-    for spike in found.spikes[:MOST_FOUND]:
+    for spike in spikes[:MOST_FOUND]:
         where = f"step {spike.first:,}"
         if spike.last > spike.first:
             where = f"steps {spike.first:,} to {spike.last:,}"
         lines.append(
             f"Spike at {where}: a loss of {spike.value:.4g}, {spike.z:,.1f} robust standard "
-            f"deviations above the local median, after the trend was removed."
+            f"deviations above the median of the {WINDOW} losses before it."
         )
-    if len(found.spikes) > MOST_FOUND:
-        lines.append(f"{len(found.spikes) - MOST_FOUND} more spikes.")
-    return lines
-
-
-def _plateau_sentences(found: Trend) -> list[str]:
-    lines = [
-        f"Plateau from step {flat.first:,} to {flat.last:,}: the loss fell by {flat.fall:.3g} "
-        f"(standard error {flat.error:.1g}); the power law of the steps before it predicts "
-        f"{flat.expected:.3g}."
-        for flat in found.plateaus[:MOST_FOUND]
-    ]
-    if not found.judged:
-        lines.append(
-            "Plateaus cannot be distinguished from noise: "
-            "the predicted fall is too small everywhere."
-        )
-    elif not found.plateaus:
-        lines.append(
-            "No plateau: wherever the trend predicts a fall larger than the noise, the loss fell."
-        )
+    if len(spikes) > MOST_FOUND:
+        lines.append(f"{len(spikes) - MOST_FOUND} more spikes.")
     return lines
 
 

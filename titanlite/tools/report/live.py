@@ -1,5 +1,4 @@
-"""The report while the run goes on: a server on the loopback address, whose page asks for newer
-data.
+"""Serves the report of a run that goes on, on the loopback address.
 
 What it is: `/` is the page, `/data.json` its data. The data is rebuilt on a request after a file of
 a run has changed. The page waits ten times as long as that took (5 to 300 s) before it asks again.
@@ -28,13 +27,12 @@ from titanlite.tools.report.run_data import read_runs
 HOST = "127.0.0.1"
 PORT = 8765
 FILES = ("metrics.jsonl", "events.jsonl", "samples.jsonl", "config.toml")
-# seconds
-SLOWEST_POLL = 300
+SLOWEST_POLL = 300  # seconds
 FASTEST_POLL = 5
 
 
 class Source:
-    """The data of the page, made again when a file of a run has changed."""
+    """The data of the page, rebuilt when a file of a run has changed."""
 
     def __init__(self, folders: list[Path]) -> None:
         self.folders = folders
@@ -104,7 +102,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Prints no traceback if a browser closes its connection."""
+    """A server that prints no traceback if a browser closes its connection."""
 
     daemon_threads = True
 

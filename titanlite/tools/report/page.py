@@ -1,4 +1,4 @@
-"""The report as one HTML file: text, numbers, style, scripts and the library that draws the charts.
+"""Writes the report as one HTML file with its data, style and scripts.
 
 What it is: `contents` collects what the page shows as plain data; `page` puts it, as JSON, and the
 files of `static/` into one document. The script there builds tables and charts from the data, with
@@ -24,7 +24,6 @@ from typing import Any
 from titanlite.runtime.files import replace_file
 from titanlite.tools.report.charts import axis, charts
 from titanlite.tools.report.facts import differences, findings, table
-from titanlite.tools.report.fit import Trend, trend
 from titanlite.tools.report.run_data import Event, Run, Sample, read_run
 from titanlite.tools.report.thin import evenly
 
@@ -40,22 +39,21 @@ MOST_RUNS = 12
 
 
 def contents(runs: list[Run], live: bool = False) -> dict[str, Any]:
-    """What the page shows, as plain data. `live`: the page asks for newer data."""
-    trends = trends_of(runs)
+    """The content of the page as plain data. `live`: the page asks for newer data."""
     tables = [dict(table(run)) for run in runs]
     names = list(dict.fromkeys(name for facts in tables for name in facts))
     return {
         "title": ", ".join(run.name for run in runs),
         "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "live": live,
-        "runs": [_run(run, loss_trend) for run, loss_trend in zip(runs, trends, strict=True)],
+        "runs": [_run(run) for run in runs],
         "table": [[name, *(facts.get(name, "") for facts in tables)] for name in names],
-        "charts": charts(runs, trends),
+        "charts": charts(runs),
         "differences": differences(runs),
     }
 
 
-def _run(run: Run, loss_trend: Trend) -> dict[str, Any]:
+def _run(run: Run) -> dict[str, Any]:
     events = [
         {"step": event.step, "name": event.name, "text": event.text, "time": _clock(event.time)}
         for event in _chosen_events(run.events)
@@ -64,23 +62,11 @@ def _run(run: Run, loss_trend: Trend) -> dict[str, Any]:
         "name": run.name,
         "folder": str(run.folder),
         "axis": axis(run),
-        "findings": findings(run, loss_trend),
+        "findings": findings(run),
         "events": events,
         "all_events": len(run.events),
         "samples": [vars(sample) for sample in _chosen_samples(run.samples)],
     }
-
-
-def trends_of(runs: list[Run]) -> list[Trend]:
-    """The trend of each run's loss."""
-    trends = []
-    for run in runs:
-        warmup = run.config.get("schedule.warmup_steps")
-        if type(warmup) is not int:  # unknown, or damaged
-            warmup = 0
-        loss = run.column("loss")
-        trends.append(trend(loss.steps, loss.values, warmup))
-    return trends
 
 
 def _clock(seconds: float) -> str:
@@ -88,7 +74,7 @@ def _clock(seconds: float) -> str:
 
 
 def _chosen_events(events: list[Event]) -> list[Event]:
-    """All that are rare, and evenly chosen ones of a kind that is frequent, such as saves."""
+    """All events of a rare kind, and evenly chosen ones of a frequent kind, such as saves."""
     kinds = {event.name for event in events}
     most = MOST_EVENTS // max(1, len(kinds))
     chosen = set[int]()
@@ -99,7 +85,7 @@ def _chosen_events(events: list[Event]) -> list[Event]:
 
 
 def _chosen_samples(samples: list[Sample]) -> list[Sample]:
-    """The first and the last of each prompt, and others evenly between them."""
+    """The first and the last sample of each prompt, and others evenly between them."""
     by_prompt: dict[str, list[Sample]] = {}
     for sample in samples:
         by_prompt.setdefault(sample.prompt, []).append(sample)

@@ -1,4 +1,4 @@
-"""The report as text of at most 80 columns, for a terminal.
+"""Formats the report as text of at most 80 columns, for a terminal.
 
 What it is: the final table, a line of blocks for each important column, the findings and the last
 events. A block is the mean of the values of its part of the run; a line is scaled between its own
@@ -13,7 +13,6 @@ import numpy as np
 
 from titanlite.runtime.errors import printable
 from titanlite.tools.report.facts import differences, findings, table
-from titanlite.tools.report.fit import Trend
 from titanlite.tools.report.run_data import Column, Run
 
 WIDTH = 80
@@ -32,16 +31,16 @@ CURVES = {
 LAST_EVENTS = 10
 
 
-def text_report(runs: list[Run], trends: list[Trend], blocks: bool = True) -> str:
+def text_report(runs: list[Run], blocks: bool = True) -> str:
     """The report of all runs, and the settings in which they differ."""
     lines = list[str]()
-    for run, trend in zip(runs, trends, strict=True):
+    for run in runs:
         title = printable(run.name)[:WIDTH]
         lines += [title, "=" * len(title), ""]
         for name, value in table(run):
             lines += _row(name, value)
         lines += ["", *_curves(run, blocks), ""]
-        for finding in findings(run, trend):
+        for finding in findings(run):
             lines += textwrap.wrap(
                 printable(finding), WIDTH, initial_indent="* ", subsequent_indent="  "
             )

@@ -1,9 +1,8 @@
-"""Fewer points for a plot, in which the extremes remain.
+"""Thins the points of a plot and keeps the extremes.
 
-What it is: points are divided into buckets of equal number; of each, the smallest and the largest
-value stay, with their steps. So a spike of one step in a million is still in the picture, which an
-average or every n-th point would hide. Smoothed curves are made from the means of the buckets
-instead.
+What it is: points are divided into buckets of equal number, and each bucket keeps its smallest and
+its largest value with their steps. So a spike of one step in a million stays in the picture; an
+average or every n-th point would hide it. Smoothed curves are made from the means of the buckets.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def _buckets(count: int, number: int) -> list[slice]:
 
 
 def numbers(values: np.ndarray, digits: int = 5) -> list[float]:
-    """For JSON: what a plot can show of them, whole numbers without a fraction."""
+    """The values rounded to `digits` for JSON, whole numbers without a fraction."""
     result: list[float] = []
     for value in values.tolist():
         rounded = float(f"{value:.{digits}g}")

@@ -27,13 +27,13 @@ from titanlite.model.flavors import LlamaConfig
 from titanlite.tools.verify.ladder import Case
 
 FIGURES = ("loss", "grad_norm", "gradient", "parameters")
-# The largest relative differences allowed; in a layout with several dtypes the last one counts
+# The largest relative differences allowed; with several dtypes in a layout the last one counts
 TOLERANCES = {
     "float32": {"loss": 1e-5, "grad_norm": 1e-5, "gradient": 1e-5, "parameters": 1e-5},
     "float16": {"loss": 1e-4, "grad_norm": 3e-3, "gradient": 5e-3, "parameters": 1e-2},
     "bfloat16": {"loss": 1e-3, "grad_norm": 1e-2, "gradient": 3e-2, "parameters": 3e-2},
-    # A difference in fp32's last bit can round a number to its other neighbour in 8 bits, in every
-    # following layer too.
+    # A difference in the last bit of fp32 can change how a number is rounded to 8 bits, and does so
+    # again in every following layer
     "float8": {"loss": 1e-3, "grad_norm": 5e-2, "gradient": 1e-1, "parameters": 1e-1},
 }
 
@@ -41,8 +41,9 @@ TOLERANCES = {
 def run_cases(
     cases: list[tuple[Case, LlamaConfig]], device: str, timeout: float, rows: list[dict[str, Any]]
 ) -> None:
-    """Runs each case, prints its row and adds it to `rows`; computes one reference for each model
-    shape.
+    """Runs each case, prints its row and adds it to `rows`.
+
+    Cases with equal settings of the reference share one.
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # workers share the cores
     from titanlite.tools.verify.compare import larger, measure, reference
@@ -77,7 +78,7 @@ def run_cases(
 
 
 def reference_key(config: Config, llama: LlamaConfig) -> tuple[object, ...]:
-    """The settings that the reference depends on: cases in which they are equal share one."""
+    """The settings that the reference depends on; cases with equal keys share one."""
     training = dataclasses.replace(
         config.training, local_batch_size=1, compute_dtype="", reduce_dtype=""
     )
@@ -95,7 +96,7 @@ def reference_key(config: Config, llama: LlamaConfig) -> tuple[object, ...]:
 
 
 def tolerances_of(case: Case) -> dict[str, float]:
-    """The largest difference that a layout may have, by figure."""
+    """Figure -> the largest difference that a layout may have."""
     training = case.config.training
     dtypes = [training.compute_dtype, training.reduce_dtype, training.param_dtype]
     if case.config.float8.enabled:
@@ -106,7 +107,7 @@ def tolerances_of(case: Case) -> dict[str, float]:
 
 
 def judge(case: Case, differences: dict[str, float], seconds: float) -> dict[str, Any]:
-    """A row of the result. A NaN does not pass."""
+    """Makes a row of the result. NaN does not pass."""
     tolerances = tolerances_of(case)
     passed = all(differences[name] <= tolerances[name] for name in FIGURES)
     # JSON has no NaN

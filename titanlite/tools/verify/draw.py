@@ -1,10 +1,10 @@
-"""Layouts drawn at random: every setting that changes how a step is computed, in any combination.
+"""Draws layouts at random, from all settings that change how a step is computed.
 
 What it is: a layout has degrees whose product is at most `processes`, and each setting of
 `CHOICES`, where it has an effect, with a probability of 1 in 5. What the rules of `titanlite/rules`
 refuse is drawn again.
-Why it is here: `ladder.py` lists combinations chosen by hand. A mistake where two settings meet is
-more likely in the others.
+Why it is here: `ladder.py` lists combinations chosen by hand. A mistake in how two settings work
+together is more likely in the others.
 What it costs: nothing but the runs. The same seed draws the same layouts.
 """
 
@@ -21,7 +21,7 @@ from titanlite.tools.verify.ladder import make_case, reason_not_fitting
 
 ATTEMPTS = 100  # per layout; of those drawn for `debug` on 4 processes 64 % fit
 PROBABILITY = 0.2
-# Key -> values beside its default
+# Key -> its values other than the default
 CHOICES: dict[str, tuple[str, ...]] = {
     "reshard_after_forward": ("always", "never", "2"),
     "reduce_every_microbatch": ("false",),
@@ -56,7 +56,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "lora.targets": ("wq w2", "wq wk wv wo w1 w2 w3"),
     "lora.dropout": ("0.1",),
 }
-# Key -> another, without which it has no effect; an axis: of more than one process
+# Key -> another key without which it has no effect; an axis must have more than one process
 NEEDS = {
     "cp_method": "cp",
     "pp_schedule": "pp",
@@ -79,7 +79,7 @@ def draw_layouts(
     compiler: str,
     vocab_size: int,
 ) -> list[str]:
-    """`count` different arguments of `--layout` that fit the model of `arguments`; fewer if few do.
+    """Draws `count` different arguments of `--layout` that fit the model, or fewer if few fit.
 
     `processes`: the largest number of processes.
     """
@@ -100,7 +100,7 @@ def draw_layouts(
 
 
 def draw(generator: random.Random, processes: int, compiler: str) -> str:
-    """An argument of `--layout`, which may not fit."""
+    """Draws an argument of `--layout`, which may not fit."""
     degrees = dict.fromkeys(AXES, 1)
     for axis in generator.sample(AXES, len(AXES)):
         left = processes // math.prod(degrees.values())

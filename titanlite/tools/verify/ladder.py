@@ -1,4 +1,4 @@
-"""The layouts that `titanlite verify` runs.
+"""Lists the layouts that `titanlite verify` runs.
 
 What it is: a list of cases, each with degrees and options. First every factorisation of the allowed
 numbers of processes over at most three of the five axes, then the options of each technique, with
@@ -79,9 +79,7 @@ def parse_layout(text: str) -> list[tuple[str, str]]:
 
 
 def make_case(arguments: list[str], layout: str, device: str) -> Case:
-    """The config of a layout: model, data and optimizer of `arguments`, the layout's options, batch
-    sizes that fit.
-    """
+    """The config of a layout: model, data and optimizer of `arguments`, and fitting batch sizes."""
     given = dict(parse_layout(layout))
     degrees = {axis: given.get(f"parallel.{axis}", "1") for axis in AXES}
     for axis, degree in degrees.items():
@@ -126,12 +124,12 @@ def make_case(arguments: list[str], layout: str, device: str) -> Case:
 
 
 def each(layouts: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Every option on every layout."""
+    """Combines every option with every layout."""
     return [f"{layout},{option}" for layout in layouts for option in options]
 
 
 def compiler_of(device: str) -> str:
-    """The backend of torch.compile: on CPU, inductor takes minutes."""
+    """The backend of torch.compile; on a CPU not inductor, which takes minutes."""
     return "inductor" if device == "cuda" else "aot_eager"
 
 
@@ -170,7 +168,7 @@ def ladder(processes: int, quick: bool, device: str) -> list[str]:
 
 
 def axis_options(processes: int, quick: bool) -> list[str]:
-    """The keys of an axis: schedules of the pipeline, methods of cp, resharding."""
+    """Options of an axis: schedules of the pipeline, methods of cp, resharding."""
     schedules = [f"pp_schedule={name}" for name in PP_SCHEDULES if name != "1F1B"]  # the default
     names = each(["pp=2"], schedules)
     names.append("cp=2,cp_method=ulysses")
@@ -201,7 +199,7 @@ def averages(processes: int, quick: bool) -> list[str]:
 
 
 def sharding_options(quick: bool) -> list[str]:
-    """When FSDP gathers, reduces and offloads; and its dtype."""
+    """Options of FSDP: when it gathers, reduces and offloads, and in which dtype."""
     options = [
         "reshard_after_forward=always",
         "reshard_after_forward=never",
@@ -231,7 +229,7 @@ def compile_options(quick: bool, compiler: str) -> list[str]:
 
 
 def techniques(quick: bool, compiler: str) -> list[str]:
-    """Sharding, recomputation and compilation, with the axes that they affect."""
+    """Layouts with sharding, recomputation and compilation, and the axes that they affect."""
     names = each(["dp_shard=2"], sharding_options(quick))
     compiled = compile_options(quick, compiler)
     recompute = recompute_options(quick)
@@ -246,7 +244,7 @@ def techniques(quick: bool, compiler: str) -> list[str]:
 
 
 def losses(processes: int, quick: bool, compiler: str) -> list[str]:
-    """A compiled loss, a loss in chunks, embeddings that are not tied, and their combinations."""
+    """Layouts with a compiled loss, a loss in chunks, and embeddings that are not tied."""
     chunked = "loss.num_chunks=3"
     untied = "model.embeddings=untied"
     compiled = f"compile.loss,compile.backend={compiler}"
@@ -265,18 +263,18 @@ def losses(processes: int, quick: bool, compiler: str) -> list[str]:
 
 
 def dtypes() -> list[str]:
-    """Lower precision on each axis; bfloat16 with dp_shard is one of `sharding_options`."""
+    """Layouts in lower precision; bfloat16 with dp_shard is one of `sharding_options`."""
     names = each(["tp=2", "cp=2", "pp=2"], ["training.compute_dtype=bfloat16"])
     names += each(TWO_RANKS, ["training.compute_dtype=float16"])
     for scaling in ("tensorwise", "rowwise"):
         float8 = f"float8.enabled,float8.emulate,float8.scaling={scaling}"
-        # Of single sequences, as in the reference
+        # The reference computes single sequences, and the scales depend on the batch
         names.append(f"tp=2,{float8},training.local_batch_size=1")
     return names
 
 
 def families(processes: int) -> list[str]:
-    """The parts of blocks that other families have: biases, norms of q and k, wide heads, YaRN."""
+    """Layouts with parts of other families: biases, norms of q and k, wide heads, YaRN."""
     qwen2 = "model.qkv_bias=true"
     qwen3 = "model.qk_norm=true,model.head_dim=40"
     yarn = "model.rope_scaling=yarn,model.rope_factor=4,model.rope_original_context=32"
@@ -363,9 +361,7 @@ def dropout(processes: int, compiler: str, lora: str) -> list[str]:
 
 
 def documents(processes: int, quick: bool, compiler: str) -> list[str]:
-    """Layouts with several documents in a sequence, each of which is computed alone in the
-    reference.
-    """
+    """Layouts with several documents in a sequence; the reference computes each alone."""
     masked = "data.document_mask"
     compiled = f"compile.enabled,compile.backend={compiler}"
     recompute = [f"recompute.mode={mode}" for mode in RECOMPUTE_MODES[:2]]
@@ -408,8 +404,9 @@ def updates(processes: int, quick: bool) -> list[str]:
 
 
 def layouts(processes: int, quick: bool) -> Iterator[dict[str, int]]:
-    """Axis -> degree for every product of at most three axes that is a power of two or divides
-    `processes`.
+    """Yields axis -> degree for every product of at most three axes.
+
+    The product is a power of two or divides `processes`.
     """
     most = min(processes, QUICK) if quick else processes
     sizes = [n for n in range(1, most + 1) if processes % n == 0 or n.bit_count() == 1]

@@ -36,11 +36,11 @@ GROUP_TIMEOUT = 1800  # seconds; `Pool.run` has a shorter one
 
 
 class WorkerError(AssertionError):
-    """A rank failed, or did not answer in time. The message is its stack trace."""
+    """A rank failed or did not answer in time; the message is its stack trace."""
 
 
 class Call(NamedTuple):
-    """What a worker is sent."""
+    """The request that a worker receives."""
 
     path: list[str]  # sys.path of the caller
     rank: int
@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a worker answers, or what is known of one that has died."""
+    """The answer of a worker, or what is known about one that has died."""
 
     ended: float  # by the monotonic clock, the same for all processes
     error: str  # a stack trace; empty if the function has returned
@@ -64,9 +64,7 @@ def _crash_file(folder: Path, rank: int) -> Path:
 
 
 def _work(connection: Connection, device: str, quiet: bool) -> None:
-    """The main function of a worker: joins a new process group, runs one function, sends the
-    outcome.
-    """
+    """Runs a worker: joins a new process group, runs one function, sends the outcome."""
     if quiet:
         os.environ["LOG_RANK"] = "none"
         null = os.open(os.devnull, os.O_WRONLY)
@@ -125,7 +123,7 @@ def _start_server() -> None:
 
 
 def _share_no_progress_bars() -> None:
-    """Gives tqdm a lock of this process alone.
+    """Gives tqdm a lock that only this process uses.
 
     Its default one has a named semaphore, which stays behind when a worker ends by `os._exit`. The
     compiler draws bars.
@@ -198,7 +196,7 @@ def _collect(
 ) -> dict[int, Outcome]:
     """Waits until all ranks have an outcome, one has failed, or the time is up.
 
-    Outcomes by rank.
+    Returns the outcomes by rank.
     """
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(workers):
@@ -231,9 +229,7 @@ def _stop(rank: int, process: BaseProcess, folder: Path) -> str:
 
 
 def _describe_death(rank: int, process: BaseProcess, folder: Path) -> str:
-    """How a worker ended that has sent no outcome, with the stack of each of its threads if it
-    crashed.
-    """
+    """Describes the end of a worker without an outcome, with its stacks if it crashed."""
     process.join(5)  # it is still writing the stacks
     crash_file = _crash_file(folder, rank)
     stacks = ""

@@ -1,7 +1,7 @@
-"""The clipping and parameter updates of the single-process reference in `compare.py`.
+"""Clips and updates parameters for the single-process reference in `compare.py`.
 
-What it is: each as its paper writes it, on whole tensors in one process. It shares no code with
-`optim/`.
+What it is: each method as its paper writes it, on whole tensors in one process. It shares no code
+with `optim/`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Updates:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update from the gradients."""
+        """Makes one update from the gradients."""
         self.adamw.step()
         mu = self.options.muon_momentum
         for name, weight, lr, decay in self.muon:
@@ -62,7 +62,7 @@ class Updates:
 
 
 def newton_schulz(g: Tensor) -> Tensor:
-    """Jordan's iteration: a matrix with the singular vectors of `g` and singular values near 1."""
+    """Jordan's iteration, which gives all singular values of `g` a size near 1."""
     x = g / g.norm()
     for _ in range(5):
         if len(g) <= len(g.T):

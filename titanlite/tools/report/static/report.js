@@ -141,7 +141,7 @@
       const label = several ? `${data.runs[one.run].name}${columns.length > 1 ? `, ${one.label}` : ""}` : one.label;
       const key = `${chart.title}|${one.run}|${one.label}`;
       const show = !state.hidden.has(key);
-      const stroke = one.style === "fit" && !several ? style("--muted") : colour(one, index);
+      const stroke = colour(one, index);
       const line = { key, label, show, stroke, width: 2, spanGaps: true, points: { show: false } };
       if (one.style === "smooth") {
         const has = state.smooth > 0 && one.x.length > 2;
@@ -155,9 +155,8 @@
       } else {
         tables.push([x, one.y]);
         const point = one.style === "points" || one.x.length === 1;
-        const dash = one.style === "fit" ? [6, 5] : several ? dashes(one, index) : [];
         options.push({
-          ...line, dash, width: one.style === "fit" ? 1.5 : 2,
+          ...line, dash: several ? dashes(one, index) : [],
           points: { show: point, size: 7, fill: style("--paper"), stroke, width: 2 },
         });
       }
