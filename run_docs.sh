@@ -28,8 +28,7 @@ if [ ! -f "$report" ]; then
   "$PYTHON" -m titanlite train debug --run.folder="$run" --training.steps=100 --metrics.log_freq=1 \
     --validation.freq=50 --checkpoint.freq=0
 fi
-"$venv/bin/python" -m docs.lectures > /dev/null
-"$venv/bin/python" docs/site/stage.py --report "$report" --slides build/docs/lectures.html
+"$venv/bin/python" docs/site/stage.py --report "$report"
 cd build/docs
 NO_MKDOCS_2_WARNING=true "$venv/bin/mkdocs" build --strict  # not --quiet: it would hide warnings from --strict
 echo "built $here/build/docs/site/index.html"

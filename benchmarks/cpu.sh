@@ -3,7 +3,7 @@
 # idle machine. Needs the environment of ./run_tests.sh (transformers is a development dependency).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-for part in startup data prepare overhead vs_transformers throughput levers optimizers scaling checkpoint many_ranks convert verify first_run four_layouts duplicates busy freed_memory roofline; do
+for part in startup data prepare overhead vs_transformers throughput levers optimizers scaling checkpoint many_ranks verify first_run four_layouts duplicates busy freed_memory; do
     echo "== $part"
     python3 "benchmarks/$part.py"
 done

@@ -1,14 +1,13 @@
 """A checkpoint beside torch.distributed.checkpoint's own storages: time and memory.
 
-    python benchmarks/dcp.py [--gb 3] [--folder PATH] [--before CHECKOUT] [--rounds 3]
+    python benchmarks/dcp.py [--gb 3] [--folder PATH] [--rounds 4]
 
 1. Two processes save and load the same state (weights and two moments, sharded as FSDP does) as
 titanlite does, with HuggingFaceStorageWriter (the same kind of file) and with FileSystemWriter; all
 three sync, titanlite hashes. Arms alternate, forwards and backwards, in the same processes; medians.
-`--before`: also as an earlier checkout did, in processes of its own. Everything is written twice and
-the second write is measured: a virtual machine returns free memory to its host, and the first write
-has to allocate it again. Memory is the peak of anonymous memory during a save or load beyond what
-there was before, of the process that needs more.
+Everything is written twice and the second write is measured: a virtual machine returns free memory
+to its host, and the first write has to allocate it again. Memory is the peak of anonymous memory
+during a save or load beyond what there was before, of the process that needs more.
 2. One process makes one file with the whole state: `titanlite convert STEP model.pt`, and torch's
 dcp_to_torch_save and consolidate_safetensors_files, of the same state as their own storages saved
 it. The comparison that `convert` makes afterwards is timed apart, because torch's make none.
@@ -35,8 +34,7 @@ import report
 
 NUM_WEIGHTS = 12 * 9 + 3
 WORLD = 2
-ARMS = ("titanlite", "HuggingFaceStorageWriter", "FileSystemWriter", "plain write")
-BEFORE = "before"
+ARMS = ("titanlite", "HuggingFaceStorageWriter", "FileSystemWriter")
 CONVERT = """
 import json, sys, time
 from pathlib import Path
@@ -99,15 +97,16 @@ class AnonymousPeak:
 
 
 class Arms:
-    """What one process of an arm does; `is_before`: with the code of an earlier checkout."""
+    """What one process of the pair does."""
 
-    def __init__(self, folder: Path, num_bytes: int, is_before: bool) -> None:
+    def __init__(self, folder: Path, num_bytes: int) -> None:
         import torch
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Shard
 
+        from titanlite.checkpoint.planner import PlacementSavePlanner
+
         self.folder = folder
-        self.is_before = is_before
         self.steps = 0
         mesh = init_device_mesh("cpu", (WORLD,))
         rows = num_bytes // (3 * NUM_WEIGHTS * 4 * 512) // WORLD
@@ -121,23 +120,13 @@ class Arms:
             "model": {name: tensor() for name in names},
             "optimizer": moments,
         }
-        self.planner: Any = None
-        if not is_before:
-            from titanlite.checkpoint.planner import PlacementSavePlanner
-
-            self.planner = PlacementSavePlanner()
+        self.planner = PlacementSavePlanner()
 
     def save(self, arm: str) -> None:
         import torch.distributed.checkpoint as dcp
 
         path = self.folder / arm
-        if arm == BEFORE:
-            from titanlite.checkpoint import storage
-            from titanlite.checkpoint.manifest import RunMetadata
-
-            facts = RunMetadata({}, {}, "")
-            storage.write_step(path, 1, self.state, {}, facts)  # type: ignore[attr-defined]
-        elif arm == "titanlite":
+        if arm == "titanlite":
             import step_io
 
             step_io.save(path, 1, self.state, self.planner)
@@ -165,12 +154,7 @@ class Arms:
         import torch.distributed.checkpoint as dcp
 
         path = self.folder / arm
-        if arm == BEFORE:
-            from titanlite.checkpoint import read_step  # type: ignore[attr-defined]
-            from titanlite.checkpoint.manifest import read_manifest
-
-            read_step.read_step(path / "step-1", read_manifest(path / "step-1"), self.state)
-        elif arm == "titanlite":
+        if arm == "titanlite":
             import step_io
 
             from titanlite.checkpoint.manifest import read_manifest
@@ -200,16 +184,16 @@ class Arms:
         return {"seconds": seconds, "memory": peak.extra}
 
 
-def child(rank: int, folder: Path, num_bytes: int, is_before: bool) -> None:
+def child(rank: int, folder: Path, num_bytes: int) -> None:
     """One of two processes, which does what its standard input says."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / f"store-{is_before}"), WORLD)
+    store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     gc.disable()  # as training has it between its own collections
-    arms = Arms(folder, num_bytes, is_before)
+    arms = Arms(folder, num_bytes)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         what, arm = json.loads(line)
@@ -219,17 +203,17 @@ def child(rank: int, folder: Path, num_bytes: int, is_before: bool) -> None:
 
 
 class Pair:
-    """Two processes of one checkout."""
+    """Two processes, which take turns at the arms together."""
 
-    def __init__(self, root: Path, folder: Path, num_bytes: int, is_before: bool) -> None:
+    def __init__(self, folder: Path, num_bytes: int) -> None:
         environment = os.environ | {
-            "PYTHONPATH": f"{root}:{report.ROOT / 'benchmarks'}",
+            "PYTHONPATH": f"{report.ROOT}:{report.ROOT / 'benchmarks'}",
             "PYTHONWARNINGS": "ignore",
         }
         command = [sys.executable, __file__, "--child", str(folder), str(num_bytes)]
         self.processes = [
             subprocess.Popen(
-                [*command, str(int(is_before)), str(rank)],
+                [*command, str(rank)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -261,12 +245,14 @@ class Pair:
             process.wait(60)
 
 
-def compared(pairs: dict[str, Pair], what: str, rounds: int) -> dict[str, dict[str, float]]:
+def compared(
+    pair: Pair, arms: tuple[str, ...], what: str, rounds: int
+) -> dict[str, dict[str, float]]:
     """Medians of each arm; the arms forwards, then backwards, and so on."""
-    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in pairs}
+    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     for number in range(rounds):
-        for arm in list(pairs) if number % 2 == 0 else reversed(pairs):
-            found[arm].append(pairs[arm].measure(what, arm))
+        for arm in arms if number % 2 == 0 else reversed(arms):
+            found[arm].append(pair.measure(what, arm))
             print(what, arm, found[arm][-1], flush=True)
     return {
         arm: {key: statistics.median(one[key] for one in all_of) for key in all_of[0]}
@@ -323,28 +309,22 @@ def main() -> None:
     )
     parser.add_argument("--gb", type=float, default=3.0, help="bytes of state, of both processes")
     parser.add_argument("--folder", default=None, help="a folder on the disk to measure")
-    parser.add_argument("--before", type=Path, help="an earlier checkout, to be measured too")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        folder, size, is_before, rank = options.child
-        child(int(rank), Path(folder), int(size), is_before == "1")
+        folder, size, rank = options.child
+        child(int(rank), Path(folder), int(size))
         return
     num_bytes = int(options.gb * 1e9)
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        here = Pair(report.ROOT, folder, num_bytes, is_before=False)
-        pairs = dict.fromkeys(ARMS, here)
-        if options.before:
-            pairs[BEFORE] = Pair(options.before.resolve(), folder, num_bytes, is_before=True)
-        results["save"] = compared(pairs, "save", options.rounds)
-        pairs.pop("plain write")
-        shutil.rmtree(folder / "plain write")
-        results["load"] = compared(pairs, "load", options.rounds)
-        for pair in set(pairs.values()):
-            pair.close()
+        pair = Pair(folder, num_bytes)
+        results["save"] = compared(pair, (*ARMS, "plain write"), "save", options.rounds)
+        shutil.rmtree(folder / "plain write")  # nothing loads it
+        results["load"] = compared(pair, ARMS, "load", options.rounds)
+        pair.close()
         results["one file"] = whole_files(folder, max(1, options.rounds // 2))
     body = [f"State of {options.gb} GB, two processes, files in the page cache for loading.", ""]
     for what, rows in results.items():

@@ -2,7 +2,7 @@
 having them.
 
     python benchmarks/many_ranks.py [--ranks 8 128 1024] [--stock 8 128 1024] [--background 64]
-        [--processes 2 4 8] [--before CHECKOUT]
+        [--processes 2 4 8]
 
 One process pretends to be rank 0 of N, on the meta device: tp 8, the rest dp_shard, AdamW. It does
 what `dcp.save` and `dcp.load` do on rank 0 between the tensors and the disk, with the planners and
@@ -23,8 +23,7 @@ The garbage collector is off on both sides. A stock save on 1,024 ranks takes 14
 that does not fit is "not measured".
 
 `--background`: a training step during a save, see background_save.py. `--processes`: real runs in
-which descriptors and file operations are counted, see run_counts.py; `--before` counts those of
-another checkout too.
+which descriptors and file operations are counted, see run_counts.py.
 """
 
 from __future__ import annotations
@@ -343,21 +342,19 @@ def in_background(flavor: str, ranks: int) -> tuple[dict[str, Any], str]:
     )
 
 
-def counts(
-    root: Path, processes: list[int], ranks: list[int], prefix: str
-) -> tuple[dict[int, dict[str, float]], list[str]]:
+def counts(processes: list[int], ranks: list[int]) -> tuple[dict[int, dict[str, float]], list[str]]:
     """What is counted in runs with these numbers of processes: for these numbers of ranks, and as
     lines of a table.
     """
-    found = {number: run_counts.count(root, number) for number in processes}
-    print(prefix, found, flush=True)
+    found = {number: run_counts.count(report.ROOT, number) for number in processes}
+    print(found, flush=True)
     lines = []
     for label, key in COUNTED.items():
-        lines.append(table_row(prefix + label, [str(found[number][key]) for number in processes]))
+        lines.append(table_row(label, [str(found[number][key]) for number in processes]))
     fitted = {}
     for number in ranks:
         fit = run_counts.fit(found, number)
-        fitted[number] = {prefix + label: fit[key] for label, key in COUNTED.items()}
+        fitted[number] = {label: fit[key] for label, key in COUNTED.items()}
     return fitted, lines
 
 
@@ -379,7 +376,6 @@ def main() -> None:
     parser.add_argument(
         "--processes", type=int, nargs="*", default=[2, 4, 8], help="three numbers; none: no runs"
     )
-    parser.add_argument("--before", type=Path, help="another checkout, whose runs to count too")
     parser.add_argument("--flavor", default="llama3_405b")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -397,13 +393,7 @@ def main() -> None:
     counted: dict[int, dict[str, float]] = {ranks: {} for ranks in options.ranks}
     lines: list[str] = []
     if options.processes:
-        roots = {"": report.ROOT}
-        if options.before:
-            roots["before: "] = options.before.resolve()
-        for prefix, root in roots.items():
-            fitted, more = counts(root, options.processes, options.ranks, prefix)
-            counted = {ranks: counted[ranks] | fitted[ranks] for ranks in options.ranks}
-            lines += more
+        counted, lines = counts(options.processes, options.ranks)
     measured: dict[int, dict[str, Any]] = {}
     for ranks in options.ranks:
         found = measure_all(options.flavor, ranks, ranks in options.stock)

@@ -130,8 +130,7 @@ def count(root: Path, processes: int) -> dict[str, int]:
 
 def fit(found: dict[int, dict[str, int]], ranks: int) -> dict[str, float]:
     """The counts of so many ranks, from those of three numbers of processes: on a line, if they lie
-    on one to 5 %, otherwise on a parabola, because in older versions each rank looks up the files
-    of all.
+    on one to 5 %, otherwise on a parabola.
     """
     (a, first), (b, second), (c, third) = sorted(found.items())
     counts = {}

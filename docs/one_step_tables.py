@@ -137,7 +137,7 @@ WAITS = [
         "titanlite/probes/continuation.py",
         "chosen = self._choose(logits.cpu()",
         "for the device: the logits of each token that is generated",
-        "samples and scores, beside a validation",
+        "samples, beside a validation",
     ),
     Wait(
         "titanlite/checkpoint/async_save.py",
@@ -231,23 +231,6 @@ def overlap(step: Explanation) -> str:
     return table(("", "communication", "could overlap with"), rows)
 
 
-def doubled(step: Explanation) -> str:
-    rows = []
-    for one in step.doubled:
-        for change in one.changes:
-            rows.append(
-                [
-                    f"{one.axis} {one.degree} to {2 * one.degree}",
-                    change.axis,
-                    change.kind,
-                    f"{change.calls} to {change.calls_doubled}",
-                    f"{bytes_text(change.whole_bytes)} to {bytes_text(change.whole_bytes_doubled)}",
-                    f"{bytes_text(change.sent_bytes)} to {bytes_text(change.sent_bytes_doubled)}",
-                ]
-            )
-    return table(("degree", "axis", "collective", "calls", "whole", "sent"), rows)
-
-
 def waits(step: Explanation) -> str:
     rows = []
     for wait in WAITS:
@@ -265,7 +248,6 @@ BLOCKS = {
     "rows": rows_of_ranks,
     "memory": memory,
     "overlap": overlap,
-    "doubled": doubled,
     "waits": waits,
 }
 

@@ -15,7 +15,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
-DIFFS = dict(re.findall(r"^### (.+?)\n.*?^```diff\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL))
+# The diff below each heading: no other heading may stand between the two
+DIFFS = dict(
+    re.findall(r"^### (.+)\n(?:(?!### ).*\n)*?```diff\n((?:.*\n)*?)```$", TEXT, re.MULTILINE)
+)
 TREE = (
     "titanlite",
     "tests",
@@ -43,10 +46,8 @@ def apply(diff: str, folder: Path, *options: str) -> None:
     assert result.stderr.count("Checking patch") == diff.count("diff --git"), result.stderr
 
 
-def test_every_topic_has_its_diff():
-    headings = re.findall(r"^### (.+)$", TEXT, re.MULTILINE)
-    topics = ["a learning-rate schedule", "an optimizer", "a model variation", "a source of data"]
-    assert headings == list(DIFFS) == [*topics, "a parallel technique"]
+def test_the_topics_with_a_diff():
+    assert list(DIFFS) == ["a learning-rate schedule", "a model variation", "a parallel technique"]
     assert TEXT.count("```diff") == len(DIFFS)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from pathlib import Path
@@ -15,6 +16,7 @@ from titanlite.config.schema import sections
 from titanlite.tools.cli.main import COMMANDS as SUBCOMMANDS
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
@@ -121,13 +123,46 @@ def commands(text: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def test_the_readme_has_three_commands_in_the_order_in_which_they_work():
-    first, second, third = commands(README)
+def test_the_readme_has_four_commands_in_the_order_in_which_they_work():
+    first, second, third, fourth = commands(README)
     assert first == "./run_train.sh"
-    assert second.startswith("NGPU=2 ./run_train.sh debug ")
-    assert third == ".venv/bin/python -m titanlite verify --quick"
-    resumed = load_config(shlex.split(second)[2:])
+    assert second == "./run_tests.sh"
+    assert third.startswith("NGPU=2 ./run_train.sh debug ")
+    assert fourth == ".venv/bin/python -m titanlite verify --quick"
+    resumed = load_config(shlex.split(third)[2:])
     assert resumed.training.steps > load_config(["debug"]).training.steps
+
+
+def test_the_first_screen_has_what_a_stranger_looks_for():
+    screen = "\n".join(README.splitlines()[:40])
+    assert commands(screen)[:2] == ["./run_train.sh", "./run_tests.sh"]
+    assert "![" in screen
+    assert "| proven |" in screen
+    assert "tok/s" in screen
+    assert "What it is not: " in screen
+    assert "licence" in screen
+
+
+def test_the_figures_of_the_first_screen_are_those_of_the_results():
+    """The largest error in fp32 of all layouts, and the row of each size in its table."""
+    stored = json.loads((RESULTS / "2026-11-25-verify.json").read_text())["results"]
+    drawn = json.loads((RESULTS / "2026-11-26-drawn_layouts.json").read_text())
+    layouts = [row for part in stored.values() for row in part["rows"]] + drawn
+    assert all(row["passed"] for row in layouts)
+    fp32 = [row for row in layouts if not re.search("float8|bfloat16|float16", row["layout"])]
+    figures = ("loss", "grad_norm", "gradient", "parameters")
+    largest = max(row[figure] for row in fp32 for figure in figures)
+    assert f"largest relative error in fp32 is {largest:.1e}".replace("e-0", "e-") in README
+    for size, case in {
+        "1b": "1b, batch 8, compiled loss",
+        "3b": "3b",
+        "8b": "8b, selective, batch 2",
+    }.items():
+        table = (RESULTS / f"2026-11-26-throughput_{size}.md").read_text()
+        (row,) = re.findall(rf"^\| {case} \|.*$", table, re.MULTILINE)
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        speed, mfu, peak = cells[1], cells[3], float(cells[6])
+        assert f"{speed}, {mfu}, {peak:.1f} GiB" in README
 
 
 PAGES_WITH_COMMANDS = [ROOT / "README.md", ROOT / "docs/running.md"]

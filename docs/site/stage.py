@@ -152,15 +152,10 @@ def navigation(page_map: str) -> list[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Copy the documents for the site generator.")
     parser.add_argument("--report", type=Path, help="the report of a run, shown as a page")
-    parser.add_argument("--slides", type=Path, help="the page of the lectures")
     options = parser.parse_args()
     shutil.rmtree(PAGES, ignore_errors=True)
     Stage(ROOT, PAGES).run()
     entries = navigation((ROOT / "docs/README.md").read_text())
-    if options.slides:
-        shutil.copyfile(options.slides, PAGES / "slides.html")
-        with (PAGES / "docs/lectures/README.md").open("a") as page:
-            page.write("\n[The slides as a page of their own](../../slides.html)\n")
     if options.report:
         shutil.copyfile(options.report, PAGES / "report_of_a_run.html")
         (PAGES / "a_run.md").write_text((ROOT / "docs/site/a_run.md.txt").read_text())

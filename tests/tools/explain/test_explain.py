@@ -137,7 +137,7 @@ def test_the_step_of_the_page(pool):
         }
     check_numbers(recorded)
     explanation = assemble(Run(config, llama, degrees), llama, recorded, real=True)
-    names = BLOCKS.keys() - {"memory", "doubled"}  # of a pretended rank
+    names = BLOCKS.keys() - {"memory"}  # of a pretended rank
     text = PAGE.read_text()
     assert with_tables(text, explanation, names) == text, "run python docs/one_step_tables.py"
     check_texts(explanation)

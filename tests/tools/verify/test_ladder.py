@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from titanlite.config.load import load_config
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.tools.verify.ladder import Case, ladder, layouts, make_case, parse_layout
@@ -36,16 +34,6 @@ def test_the_ladder_has_each_axis_each_pair_and_the_triples():
             cases = [make_case(SMALL, text, "cpu") for text in ladder(processes, quick, "cpu")]
             assert len({case.name for case in cases}) == len(cases)
             assert max(case.processes for case in cases) <= processes
-
-
-def test_the_table_in_the_docs_is_the_quick_ladder():
-    text = (
-        (Path(__file__).parents[3] / "docs/parallelism.md").read_text().partition("layout      ")[2]
-    )
-    rows = [line.split() for line in text.partition("\n\n")[0].splitlines()[1:]]
-    names = [make_case(SMALL, layout, "cpu").name for layout in ladder(4, True, "cpu")]
-    assert [" ".join(row[:-7]) for row in rows] == names
-    assert {row[-1] for row in rows} == {"passed"}
 
 
 def test_a_cut_by_names_may_have_commas():
