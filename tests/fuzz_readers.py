@@ -24,6 +24,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pyarrow
@@ -33,7 +34,7 @@ import zstandard
 from checkpoints import read_step, write_step
 from foreign_configs import SAMPLES
 from model_builder import small_model
-from preparing import write_megatron
+from preparing import write_datatrove, write_megatron
 from safetensors.torch import save_file
 
 from titanlite.checkpoint.divergence import read_record
@@ -77,18 +78,14 @@ from titanlite.tools.import_config.mapping import to_toml as import_to_toml
 from titanlite.tools.plan.counts import Collective
 from titanlite.tools.plan.machines import MACHINES, read_machine, read_prices
 from titanlite.tools.plan.step_time import Rates, collective_seconds
+from titanlite.tools.prepare import build as build_module
+from titanlite.tools.prepare import job as job_module
+from titanlite.tools.prepare.build import MANIFEST, build, working_folder
 from titanlite.tools.prepare.build import Options as BuildOptions
-from titanlite.tools.prepare.build import begin, build, working_folder
-from titanlite.tools.prepare.duplicates import DuplicateConfig
-from titanlite.tools.prepare.filters import FilterConfig
+from titanlite.tools.prepare.duplicates import KEPT
 from titanlite.tools.prepare.inspect import describe as describe_data
 from titanlite.tools.prepare.inspect import samples
-from titanlite.tools.prepare.job import NAME as JOB
-from titanlite.tools.prepare.job import read_job
-from titanlite.tools.prepare.merge import MANIFEST, decide_duplicates, merge, missing_parts
-from titanlite.tools.prepare.part import run_part, signatures_path, verdicts_path
-from titanlite.tools.prepare.plan_job import Settings, text_files
-from titanlite.tools.prepare.records import record_path
+from titanlite.tools.prepare.plan_job import text_files
 from titanlite.tools.prepare.sources import Source, find
 from titanlite.tools.prepare.text_files import read_texts
 from titanlite.tools.report.page import contents as report_contents
@@ -424,83 +421,79 @@ def _read_text(folder: Path, data: bytes) -> None:
     _build(source, folder / "made")
 
 
-def _build(source: Source, made: Path, **settings: Any) -> None:
+def _build(source: Source, made: Path, drop_duplicates: bool = False) -> None:
     shutil.rmtree(made, ignore_errors=True)
-    how = BuildOptions(Settings(**settings), max_bad_rows=1e9)
+    how = BuildOptions(drop_duplicates, workers=1, max_bad_rows=1e9)
     build([(source, find(source))], Tokenizer("", RANKS), made, how, lambda text: None)
 
 
-# Of a preparation that was interrupted
-STAGES = ("begun", "read", "compared", "complete", "merging")
-
-
-def _prepare_job(folder: Path, name: str, stage: str) -> list[bytes]:
-    """An interrupted preparation in `folder/interrupted`; returns its file `name`."""
-    rows = [{"text": f"row {i % 20} \u00e9"} for i in range(30)] + [{"text": "short"}, {"text": 1}]
+def _prepare_interrupted(folder: Path, name: str, stage: str) -> list[bytes]:
+    """A preparation of two parts that was interrupted before `stage`, a function of build.py, in
+    `folder/interrupted`; returns its file `name`.
+    """
+    rows = [{"text": f"row {i % 20} \u00e9"} for i in range(30)] + [{"text": 1}]
     (folder / "rows.jsonl").write_bytes(_lines(rows))
-    (folder / "ranks").write_bytes(RANKS)
-    source, tokenizer, reached = (
-        Source(str(folder / "rows.jsonl")),
-        Tokenizer(folder / "ranks"),
-        STAGES.index(stage),
-    )
-    settings = Settings(2, FilterConfig(min_chars=6), DuplicateConfig("near"))
-    job, work = (
-        begin([(source, find(source))], tokenizer, folder / "made", settings),
-        working_folder(folder / "made"),
-    )
-    for part in range(2 if reached > 0 else 0):
-        run_part(job, work, tokenizer, part, lambda count: None)
-    if reached > 1:
-        decide_duplicates(job, work, lambda text: None)
-    for part in range(2 if reached > 2 else 0):
-        run_part(job, work, tokenizer, part, lambda count: None)
-    if reached > 3:  # the manifest is there, and the folder has its former name
-        merge(job, work, folder / "made", tokenizer, 1e9, lambda text: None)
-        (folder / "made").rename(work)
-    work.rename(folder / "interrupted")
+    with contextlib.suppress(KeyboardInterrupt), mock.patch.object(build_module, stage, _interrupt):
+        _continue(folder)
+    working_folder(folder / "made").rename(folder / "interrupted")
+    if name == MANIFEST:  # written before the folder gets its final name
+        _read_interrupted("job.json", folder, (folder / "interrupted/job.json").read_bytes())
+        shutil.rmtree(folder / "interrupted")
+        (folder / "made").rename(folder / "interrupted")
     return [(folder / "interrupted" / name).read_bytes()]
 
 
-def _read_job(name: str, folder: Path, data: bytes) -> None:
+def _interrupt(*arguments: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _continue(folder: Path) -> None:
+    """The preparation, as the same command does it again. Its parts are of 500 bytes."""
+    with mock.patch.multiple(job_module, PART=500, CUT=100):
+        _build(Source(str(folder / "rows.jsonl")), folder / "made", drop_duplicates=True)
+
+
+def _read_interrupted(name: str, folder: Path, data: bytes) -> None:
     """The preparation goes on with another content of one of its files."""
-    made, work = folder / "made", working_folder(folder / "made")
-    for left in (made, work):
+    work = working_folder(folder / "made")
+    for left in (folder / "made", work):
         shutil.rmtree(left, ignore_errors=True)
     shutil.copytree(folder / "interrupted", work)
     (work / name).write_bytes(data)
-    job = read_job(work)
-    if len(job.files) > 200:  # the same file so often, read as a job of so many files should be
-        return
-    tokenizer = Tokenizer(job.tokenizer)
-    for read in (True, False):
-        for part in range(0 if (work / MANIFEST).exists() else min(job.parts, 3)):
-            run_part(job, work, tokenizer, part, lambda count: None)
-        if read and job.duplicates.remove != "none" and not missing_parts(job, work, read=True):
-            decide_duplicates(job, work, lambda text: None)
-    if (work / MANIFEST).exists() or not missing_parts(job, work):
-        merge(job, work, made, tokenizer, 1e9, lambda text: None)
-        read_data(made)
+    _continue(folder)
+    read_data(folder / "made")
 
 
-def _of_job(name: Path, stage: str) -> Reader:
-    kind = "text" if name.suffix == ".json" else "bytes"
-    prepare = functools.partial(_prepare_job, name=name.name, stage=stage)
-    return Reader(kind, prepare, functools.partial(_read_job, name.name))
+def _of_interrupted(name: str, stage: str = "finish") -> Reader:
+    kind = "text" if name.endswith(".json") else "bytes"
+    prepare = functools.partial(_prepare_interrupted, name=name, stage=stage)
+    return Reader(kind, prepare, functools.partial(_read_interrupted, name))
 
 
 def _read_source(name: str, folder: Path, data: bytes) -> None:
     """A source of any kind, or the index of one."""
-    (folder / name).write_bytes(data)
     path = folder / name
-    _build(
-        Source(str(path.with_suffix(".bin") if path.suffix == ".idx" else path)), folder / "made"
-    )
+    path.write_bytes(data)
+    if path.suffix == ".idx":
+        path = path.with_suffix(".bin")
+    elif path.suffix in (".index", ".metadata"):
+        path = path.with_suffix("")
+    _build(Source(str(path)), folder / "made")
 
 
 def _prepare_megatron(folder: Path, name: str) -> list[bytes]:
     write_megatron(folder / "ids", [[1, 2, 3], [4, 5], [6] * 20])
     return [(folder / name).read_bytes()]
+
+
+def _prepare_datatrove(folder: Path, name: str) -> list[bytes]:
+    """With 16 bits per id, with 32, and with what datatrove's tokenizers may add."""
+    samples = []
+    documents = [[1, 2, 3], [270, 4, 5, 271], [6] * 20, [], [7, 271]]
+    for dtype in ("<u4", "<u2"):
+        write_datatrove(folder / "ids.ds", documents, dtype)
+        samples.append((folder / name).read_bytes())
+    return samples
 
 
 def _compressed(module: Any, content: str = "") -> bytes:
@@ -751,14 +744,12 @@ READERS = {
         ],
         lambda f, data: _read_data(f, RECORD, data),
     ),
-    JOB: _of_job(Path(JOB), "begun"),
-    "job.json, all parts": _of_job(Path(JOB), "complete"),
-    "record of a part, read": _of_job(record_path(Path(), 0, read=True), "compared"),
-    "record of a part": _of_job(record_path(Path(), 0), "complete"),
-    "manifest before the end": _of_job(Path(MANIFEST), "merging"),
-    "signatures": _of_job(signatures_path(Path(), 0), "read"),
-    "verdicts": _of_job(verdicts_path(Path(), 0), "read"),
-    "verdicts, final": _of_job(verdicts_path(Path(), 0, final=True), "compared"),
+    "job.json": _of_interrupted("job.json"),
+    "record of a part": _of_interrupted("part-00000.json"),
+    "manifest before the end": _of_interrupted(MANIFEST),
+    "hashes": _of_interrupted("hashes-00000.bin", "decide_duplicates"),
+    "hashes, compared": _of_interrupted("hashes-00000.bin"),
+    "kept documents": _of_interrupted(KEPT),
     "shard": Reader(
         "bytes",
         lambda f: _prepare_data(f) and [(f / "data/train-00000.bin").read_bytes()],
@@ -807,6 +798,14 @@ READERS = {
         lambda f: _prepare_megatron(f, "ids.idx"),
         functools.partial(_read_source, "ids.idx"),
     ),
+    **{
+        f"datatrove {name}": Reader(
+            "text" if name.endswith("metadata") else "bytes",
+            functools.partial(_prepare_datatrove, name=name),
+            functools.partial(_read_source, name),
+        )
+        for name in ("ids.ds", "ids.ds.index", "ids.ds.metadata")
+    },
     "TOML": Reader("text", _write("run.toml", TOML, SHORT), _read_toml),
     "machine": Reader("text", _write("machine.toml", MACHINE), _read_machine),
     "prices": Reader("text", _write("prices.toml", b"H100 = 2.5\nlab = 1\n"), _read_prices),

@@ -10,7 +10,7 @@ from titanlite.tools.prepare.rows import first_row_number, row_documents
 
 
 def job_of(path: Path, kind: str, compression: str = "", prompt: str = "") -> Job:
-    file = File(str(path), path.name, path.stat().st_size, 0, kind, compression, "hash")
+    file = File(str(path), path.name, path.stat().st_size, "", kind, compression, "hash")
     return Job("x", ("/",), (file,), "text", prompt, "", "", 1)
 
 
@@ -20,6 +20,6 @@ def read(job: Job, cuts: list[int]) -> list:
     for begin, end in zip([0, *cuts], [*cuts, file.size], strict=True):
         piece = Piece(file, begin, end)
         for row in row_documents(job, piece):
-            line = first_row_number(job, piece) + row.row
+            line = first_row_number(piece) + row.row
             found.append((line, row.problem if isinstance(row, BadRow) else "".join(row.blocks)))
     return found

@@ -20,10 +20,6 @@ def quiet(message: str) -> None:
     pass
 
 
-def rule_with(**fields: object) -> dict:
-    return {"documents": 1, "bytes": 1, "examples": [{"file": "a", "row": 1, "text": "x"}]} | fields
-
-
 def edits(manifest: dict) -> dict[str, Callable[[], object]]:
     """Changes of a manifest after which it must be refused."""
     split, shard = manifest["splits"]["train"], manifest["splits"]["train"]["shards"][0]
@@ -52,17 +48,7 @@ def edits(manifest: dict) -> dict[str, Callable[[], object]]:
         "rows a number": lambda: manifest.update(rows=5),
         "bad rows a text": lambda: manifest["rows"].update(bad="none"),
         "an example that is not a text": lambda: manifest["rows"].update(examples=[5]),
-        "no filters": lambda: manifest.pop("filters"),
-        "filters without rules": lambda: manifest["filters"].pop("rules"),
-        "rules a list": lambda: manifest["filters"].update(rules=[]),
-        "documents of the filters a text": lambda: manifest["filters"].update(documents="5"),
-        "a rule without documents": lambda: manifest["filters"].update(rules={"min_chars": {}}),
-        "a rule with more fields": lambda: manifest["filters"].update(
-            rules={"min_chars": rule_with(other=1)}
-        ),
-        "an example without a row": lambda: manifest["filters"].update(
-            rules={"min_chars": rule_with(examples=[{}])}
-        ),
+        "duplicates a text": lambda: manifest.update(duplicates="5"),
         "no roots": lambda: manifest.pop("roots"),
         "roots a text": lambda: manifest.update(roots="/data"),
         "a root that is not a text": lambda: manifest.update(roots=[None]),
@@ -71,10 +57,12 @@ def edits(manifest: dict) -> dict[str, Callable[[], object]]:
     }
 
 
-def test_the_report_of_a_filter_is_accepted(section, folder):
+def test_the_report_of_a_filter_is_passed_over(section, folder):
+    """Earlier versions wrote what their filters had dropped, and no number of duplicates."""
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["filters"]["rules"] = {"min_chars": rule_with()}
+    del manifest["duplicates"]
+    manifest["filters"] = {"documents": 0, "bytes": 0, "rules": {}}
     path.write_text(json.dumps(manifest))
     assert read_manifest(folder) == manifest
 

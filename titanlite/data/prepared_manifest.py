@@ -83,7 +83,7 @@ def _invalid_field(manifest: dict[str, Any]) -> str:
         "rows": (
             _is_count(rows["rows"]) and _is_count(rows["bad"]) and _are_texts(rows["examples"])
         ),
-        "filters": _is_filter_report(manifest["filters"]),
+        "duplicates": _is_count(manifest.get("duplicates", 0)),
         "pairs": isinstance(manifest.get("pairs", False), bool),
         "roots": _are_texts(manifest["roots"]),
         "tokenizer": isinstance(manifest["tokenizer"]["file"], str),
@@ -124,28 +124,3 @@ def _is_count(value: object) -> bool:
 
 def _are_texts(values: object) -> bool:
     return isinstance(values, list) and all(isinstance(value, str) for value in values)
-
-
-def _is_filter_report(report: dict[str, Any]) -> bool:
-    """Whether this is what all rules have dropped (`tools/prepare/filter_report.py`)."""
-    if not _is_dropped(report, {"documents", "bytes", "rules"}):
-        return False
-    return all(_is_rule_report(rule) for rule in report["rules"].values())
-
-
-def _is_rule_report(report: dict[str, Any]) -> bool:
-    """Whether this is what one rule has dropped, with examples."""
-    if not _is_dropped(report, {"documents", "bytes", "examples"}):
-        return False
-    examples = report["examples"]
-    return isinstance(examples, list) and all(_is_example(example) for example in examples)
-
-
-def _is_dropped(report: dict[str, Any], names: set[str]) -> bool:
-    return set(report) == names and _is_count(report["documents"]) and _is_count(report["bytes"])
-
-
-def _is_example(example: dict[str, Any]) -> bool:
-    if set(example) != {"file", "row", "text"}:
-        return False
-    return _are_texts([example["file"], example["text"]]) and _is_count(example["row"])

@@ -187,7 +187,12 @@ DAMAGED = {
     "an index without ids": (
         {"ids.idx": b"MMIDIDX\0\0" + bytes(25)},
         "ids.idx",
-        "without its .bin",
+        "give their file",
+    ),
+    "ids of datatrove without an index": (
+        {"a.ds": IDS},
+        "a.ds",
+        "without a.ds.index",
     ),
     "a data set that is not there": ({}, "hf:./no/such/folder/at/all", "no such folder"),
     "a shard that is cut off": (
@@ -354,13 +359,8 @@ def test_a_signal_ends_it_with_advice(tmp_path, monkeypatch, capfd, number):
     [
         (["a", "--out", "b", "--patern", "*.txt"], ["--patern", "did you mean --pattern"]),
         (["a", "--out", "b", "--max-bad-rows", "x"], ["--max-bad-rows", "'x'"]),
-        (["a", "--out", "b", "--part", "0/4"], ["--part", "'0/4'", "1 to N"]),
-        (["a", "--out", "b", "--part", "5/4"], ["--part", "'5/4'"]),
         (["--out", "b"], ["SOURCE"]),
         (["--inspect", "a", "--out", "b"], ["--inspect", "--out"]),
-        (["--merge", "nothing"], ["nothing", "--part"]),
-        (["a", "--out", "b", "--engine", "slurm"], ["--engine", "slurm"]),
-        (["a", "--out", "b", "--min-chars", "-1"], ["--min-chars", "-1"]),
         (["."], ["'.'", "--out FOLDER"]),
         (["python-stdlib", "--out", "."], ["exists", "--out"]),
     ],
@@ -380,10 +380,7 @@ def test_help(capsys):
     for option in (
         "--out",
         "--field",
-        "--part I/N",
-        "--merge",
         "--inspect",
-        "--min-chars",
         "--drop-duplicates",
         "hf:NAME",
     ):

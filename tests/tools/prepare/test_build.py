@@ -1,20 +1,18 @@
-"""A job from sources to a folder: the same bytes on any number of processes, in parts, and after
+"""A job from sources to a folder: the same bytes on any number of processes, and after
 interruptions.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -26,9 +24,8 @@ from preparing import TOKENIZER, content, documents_of, prepared, text_of, write
 from titanlite.data.prepared_manifest import read_manifest
 from titanlite.data.shards import Tokens
 from titanlite.tools.prepare import build as build_module
-from titanlite.tools.prepare import job
-from titanlite.tools.prepare.build import working_folder
-from titanlite.tools.prepare.locks import hold
+from titanlite.tools.prepare import job, workers
+from titanlite.tools.prepare.build import hold, working_folder
 
 ROOT = Path(__file__).parents[3]
 WORDS = [
@@ -96,31 +93,10 @@ def test_every_document_is_there_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_bytes_depend_neither_on_workers_nor_on_parts_elsewhere(tmp_path, source):
+def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path, source):
     whole = content(prepared(tmp_path / "one", source, "--workers", 1))
     assert content(prepared(tmp_path / "two", source, "--workers", 2)) == whole
-    parts = json.loads(whole["manifest.json"])["parts"]
-    order = list(range(1, parts + 1))
-    random.Random(0).shuffle(order)
-    from titanlite.tools.cli.main import main
-
-    for part in order:
-        assert (
-            main(
-                [
-                    "prepare",
-                    str(source),
-                    "--out",
-                    str(tmp_path / "three"),
-                    "--part",
-                    f"{part}/{parts}",
-                ]
-            )
-            == 0
-        )
-    assert main(["prepare", "--merge", str(tmp_path / "three")]) == 0
-    assert content(tmp_path / "three") == whole
-    assert main(["prepare", "--merge", str(tmp_path / "three")]) == 0  # repeated
+    assert content(prepared(tmp_path / "three", source, "--workers", 3)) == whole
 
 
 def test_prompts_are_no_targets(tmp_path):
@@ -137,32 +113,21 @@ def test_prompts_are_no_targets(tmp_path):
     )
 
 
-def test_filters_and_duplicates_drop_documents(tmp_path, capfd):
+def test_duplicates_are_dropped(tmp_path, capfd):
     texts = sentences(120, 1)
-    rows = [*texts, *texts[:7], "short"]
+    rows = [*texts, *texts[:7]]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
-    options = ["--min-chars", 10, "--drop-duplicates", "exact"]
-    folder = prepared(tmp_path / "out", tmp_path / "a.jsonl", *options, "--workers", 1)
+    options = ["--drop-duplicates", "--workers", 1]
+    folder = prepared(tmp_path / "out", tmp_path / "a.jsonl", *options)
     assert sorted(documents_of(folder)) == sorted(texts)
-    report = read_manifest(folder)["filters"]
-    assert {rule: entry["documents"] for rule, entry in report["rules"].items()} == {
-        "min_chars": 1,
-        "duplicate": 7,
-    }
-    assert f"a.jsonl:{len(rows)}: short" in capfd.readouterr().err
-    for part in [*range(1, 4)] * 2 + ["merge"] + [*range(1, 4)] + ["merge"]:
-        from titanlite.tools.cli.main import main
-
-        step = ["--merge", str(tmp_path / "parts")] if part == "merge" else None
-        command = [
-            str(tmp_path / "a.jsonl"),
-            "--out",
-            str(tmp_path / "parts"),
-            "--part",
-            f"{part}/3",
-        ]
-        assert main(["prepare", *(step or [*command, *map(str, options)])]) == 0
-    assert sorted(documents_of(tmp_path / "parts")) == sorted(texts)
+    assert read_manifest(folder)["duplicates"] == 7
+    assert "duplicates: 7 of 127 documents" in capfd.readouterr().err
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": texts[3]}) + "\n")
+    options += ["--validation", tmp_path / "b.jsonl"]
+    folder = prepared(tmp_path / "other", tmp_path / "a.jsonl", *options)
+    assert texts[3] not in text_of(folder, "train")
+    assert texts[3] in text_of(folder, "validation")
+    assert read_manifest(folder)["duplicates"] == 8
 
 
 @pytest.mark.slow
@@ -211,198 +176,114 @@ def run(source: Path, out: Path, *options: str) -> int:
     return run([str(source), "--out", str(out), *options])
 
 
-def test_a_finished_part_is_not_made_again(tmp_path, source, monkeypatch):
-    whole = content(prepared(tmp_path / "whole", source, "--workers", 1))
-    from titanlite.tools.prepare import workers
+def interrupt(*arguments: object) -> None:
+    raise KeyboardInterrupt
 
+
+@pytest.mark.parametrize("options", [[], ["--drop-duplicates"]])
+def test_a_finished_part_is_not_made_again(tmp_path, source, monkeypatch, options):
+    whole = content(prepared(tmp_path / "whole", source, "--workers", 1, *options))
     original, made = workers.run_part, []
 
-    def stop(job, work, tokenizer, part, progress):
+    def stop(job, work, tokenizer, part):
         if len(made) == 2:
             raise KeyboardInterrupt
         made.append(part)
-        original(job, work, tokenizer, part, progress)
+        original(job, work, tokenizer, part)
 
     monkeypatch.setattr(workers, "run_part", stop)
     with pytest.raises(KeyboardInterrupt):
-        run(source, tmp_path / "out", "--workers", "1")
+        run(source, tmp_path / "out", "--workers", "1", *options)
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(workers, "run_part", lambda *a: made.append(a[3]) or original(*a))
-    run(source, tmp_path / "out", "--workers", "1")
-    assert sorted(made) == list(range(json.loads(whole["manifest.json"])["parts"]))
+    run(source, tmp_path / "out", "--workers", "1", *options)
+    parts = list(range(json.loads(whole["manifest.json"])["parts"]))
+    assert sorted(made) == sorted(parts * (1 + len(options)))
     assert content(tmp_path / "out") == whole
 
 
-def test_the_speed_is_that_of_the_parts_that_were_made(tmp_path, source, monkeypatch, capfd):
-    clock = itertools.count()
-    monkeypatch.setattr(build_module, "time", SimpleNamespace(monotonic=lambda: next(clock) / 1000))
-    prepared(tmp_path / "whole", source, "--workers", 1)
-    size = sum(path.stat().st_size for path in source.iterdir())
-    assert f"in 0.0 s ({size / 1000:.1f} MB/s)" in capfd.readouterr().err
+def test_another_job_in_the_same_folder_is_refused(tmp_path, source, monkeypatch):
+    begun = (source, tmp_path / "out", "--workers", "1")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(build_module, "finish", interrupt)
+        run(*begun)
     work = working_folder(tmp_path / "out")
-    parts = json.loads((tmp_path / "whole/manifest.json").read_text())["parts"]
-    for part in range(1, parts + 1):
-        run(source, tmp_path / "out", "--part", f"{part}/{parts}")
-    first = job.read_job(work).size([0])
-    assert size > 2 * first
-    for part, expected in ((0, f"in 0.0 s ({first / 1000:.1f} MB/s)"), (None, "in 0.0 s: ")):
-        copy = tmp_path / f"copy{part}"
-        shutil.copytree(work, working_folder(copy))
-        if part is not None:
-            (working_folder(copy) / f"part-{part:05d}.json").unlink()
-        prepared(copy, source, "--workers", 1)
-        assert expected in capfd.readouterr().err
-
-
-def test_another_job_in_the_same_folder_is_refused(tmp_path, source):
-    run(source, tmp_path / "out", "--part", "1/4")
-    with refused("parts", "4", "5", str(working_folder(tmp_path / "out"))):
-        run(source, tmp_path / "out", "--part", "1/5")
-    with refused("name", "source", "now a"):
-        run(source / "a.jsonl", tmp_path / "out", "--part", "1/4")
-    prepared(tmp_path / "done", source)
-    prepared(tmp_path / "done", source)
-    with refused(str(tmp_path / "done"), "--field: text, now other"):
-        run(source, tmp_path / "done", "--field", "other")
-    with refused("2 of 4 parts", "2/4", "4/4"):
-        run(source, tmp_path / "out", "--part", "3/4")
-        from titanlite.tools.cli.prepare_command import run as command
-
-        command(["--merge", str(tmp_path / "out")])
-
-
-def test_a_file_that_changes_meanwhile_is_named(tmp_path, source):
-    run(source, tmp_path / "out", "--part", "1/2")
-    run(source, tmp_path / "out", "--part", "2/2")
+    with refused("--drop-duplicates: False, now True", f"start afresh after: rm -r {work}"):
+        run(*begun, "--drop-duplicates")
     (source / "3.txt").write_text("other")
-    from titanlite.tools.cli.prepare_command import run as command
+    with refused(f"files: {source / '3.txt'} has changed", f"rm -r {work}"):
+        run(*begun)
+    assert (work / "part-00000.json").exists()
+    prepared(tmp_path / "done", source)
+    prepared(tmp_path / "done", source)
+    with refused(str(tmp_path / "done"), "--drop-duplicates: False, now True"):
+        run(source, tmp_path / "done", "--drop-duplicates")
 
-    with refused(str(source / "3.txt"), "has changed"):
-        command(["--merge", str(tmp_path / "out")])
+
+@pytest.mark.parametrize("options", [[], ["--drop-duplicates"]])
+def test_a_file_that_changes_meanwhile_is_named(tmp_path, source, monkeypatch, options):
+    """Of two rows that change places, neither the number nor the size differs."""
+    original = build_module.run_parts
+
+    def change(*arguments):
+        yield from original(*arguments)
+        lines = (source / "a.jsonl").read_text().splitlines(keepends=True)
+        (source / "a.jsonl").write_text("".join([lines[1], lines[0], *lines[2:]]))
+
+    monkeypatch.setattr(build_module, "run_parts", change)
+    with refused(str(source / "a.jsonl"), "has changed since the preparation began", "rm -r"):
+        run(source, tmp_path / "out", "--workers", "1", *options)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--drop-duplicates", "exact"]])
-def test_repaired_rows_are_read_again_by_the_same_command(tmp_path, capfd, monkeypatch, options):
-    monkeypatch.setattr(job, "PART", 5_000)
-    rows = [json.dumps({"text": text}) for text in sentences(200, 2)]
-    (tmp_path / "source").mkdir()
-    path, whole = tmp_path / "source/a.jsonl", tmp_path / "source/b.jsonl"
-    path.write_text("\n".join([*rows[:150], rows[150][:-2], *rows[151:]]))
-    whole.write_text("\n".join(rows[:90]))
-    command = [tmp_path / "source", "--workers", "1", *options]
-    with refused("1 of 290 documents", "a.jsonl:151: not JSON"):
-        run(command[0], tmp_path / "out", *command[1:], "--max-bad-rows", "0")
-    path.write_text("\n".join(rows))
-    capfd.readouterr()
-    prepared(tmp_path / "out", *command, "--max-bad-rows", 0)
-    assert (
-        f"not that of the earlier attempt (files: {path} has changed); " in capfd.readouterr().err
-    )
-    prepared(tmp_path / "other", *command)
-    assert content(tmp_path / "out") == content(tmp_path / "other")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--drop-duplicates", "exact"]])
-def test_only_what_depends_on_a_changed_file_is_made_again(tmp_path, source, monkeypatch, options):
-    """The last file in the order of the source, of the same size: the other parts stay."""
-    from titanlite.tools.prepare import part as module
-
-    made, tokenise, read = [], module.tokenise_part, module.read_part
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(build_module, "merge", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
-        run(source, tmp_path / "out", "--workers", "1", *options)
-    parts = job.read_job(working_folder(tmp_path / "out")).parts
-    text = (source / "a.jsonl").read_text()
-    (source / "a.jsonl").write_text(text.replace("token", "other"))
-    monkeypatch.setattr(module, "read_part", lambda *a: made.append(("read", a[3])) or read(*a))
-    monkeypatch.setattr(
-        module, "tokenise_part", lambda *a: made.append(("tokenise", a[3])) or tokenise(*a)
-    )
-    run(source, tmp_path / "out", "--workers", "1", *options)
-    again = [part for step, part in made if step == ("read" if options else "tokenise")]
-    assert 0 < len(again) < parts
-    assert len([part for step, part in made if step == "tokenise"]) == (
-        parts if options else len(again)
-    )
-    prepared(tmp_path / "other", source, *options)
-    assert content(tmp_path / "out") == content(tmp_path / "other")
-
-
-@pytest.mark.slow
-def test_a_file_that_was_added_or_removed_is_no_other_command(tmp_path, source):
-    begun = (source, tmp_path / "out", "--workers", "1")
-    for change in (
-        lambda: (source / "x.txt").write_text("new"),
-        lambda: (source / "a.jsonl").unlink(),
-    ):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(
-                build_module, "merge", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt)
-            )
-            run(*begun)
-        change()
-    run(*begun)
-    prepared(tmp_path / "other", source)
-    assert content(tmp_path / "out") == content(tmp_path / "other")
-
-
-def test_parts_on_other_machines_are_not_removed(tmp_path, source):
-    run(source, tmp_path / "out", "--part", "1/4")
-    (source / "3.txt").write_text("other")
-    work = working_folder(tmp_path / "out")
-    for options in (["--part", "2/4"], []):
-        with refused(f"files: {source / '3.txt'} has changed", f"start afresh after: rm -r {work}"):
-            run(source, tmp_path / "out", *options)
-    assert (work / "part-00000.json").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--part", "1/4"]])
-def test_two_processes_do_not_work_in_one_folder(tmp_path, source, options):
-    with hold(tmp_path / "out"), refused(str(tmp_path / "out"), "another process"):
-        run(source, tmp_path / "out", *options)
+def test_two_processes_do_not_work_in_one_folder(tmp_path, source):
+    with hold(tmp_path / "out", wait=False), refused(str(tmp_path / "out"), "another process"):
+        run(source, tmp_path / "out")
     prepared(tmp_path / "out", source)
+    assert not (tmp_path / ".out.lock").exists()
 
 
-def test_a_part_keeps_out_the_merge_but_no_other_part(tmp_path, source):
-    from titanlite.tools.cli.prepare_command import run as command
+@pytest.mark.slow
+def test_processes_that_wait_hold_a_folder_one_after_the_other(tmp_path):
+    """Each process removes the file that it has locked, which others may have opened before."""
+    inside, most = [], []
 
-    with hold(tmp_path / "out", shared=True):
-        run(source, tmp_path / "out", "--part", "1/2")
-        run(source, tmp_path / "out", "--part", "2/2")
-        with refused("another process"):
-            command(["--merge", str(tmp_path / "out")])
-        with refused("another process"):
-            run(source, tmp_path / "out")
-    assert command(["--merge", str(tmp_path / "out")]) == 0
+    def enter() -> None:
+        for _ in range(20):
+            with hold(tmp_path / "out", wait=True):
+                inside.append(1)
+                most.append(len(inside))
+                time.sleep(0.001)
+                inside.pop()
+
+    threads = [threading.Thread(target=enter) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 120
+    assert not list(tmp_path.iterdir())
 
 
 def test_finished_parts_stay_when_the_folder_appears_meanwhile(tmp_path, source, monkeypatch):
-    out, original = tmp_path / "out", build_module.merge
+    out, original = tmp_path / "out", build_module.finish
 
     def appear(*arguments):
         out.mkdir()
         (out / "other").touch()
         return original(*arguments)
 
-    monkeypatch.setattr(build_module, "merge", appear)
+    monkeypatch.setattr(build_module, "finish", appear)
     with refused(str(out), "exists"):
         run(source, out, "--workers", "1")
-    monkeypatch.setattr(build_module, "merge", original)
+    monkeypatch.setattr(build_module, "finish", original)
     (out / "other").unlink()
     out.rmdir()
-    monkeypatch.setattr(build_module, "_run", lambda job, work, *rest, **more: missing(job, work))
+    monkeypatch.setattr(workers, "run_part", interrupt)  # none is made again
     prepared(out, source)
 
 
-def missing(job, work) -> None:
-    assert not build_module.missing_parts(job, work)
-
-
-def test_a_merge_that_cannot_remove_records_keeps_the_shards(tmp_path, source, monkeypatch):
+def test_an_end_that_cannot_remove_records_keeps_the_shards(tmp_path, source, monkeypatch):
     def busy(path: Path, missing_ok: bool = False) -> None:
         if path.name == "part-00001.json":
             raise OSError(16, "Device or resource busy", str(path))
@@ -417,16 +298,61 @@ def test_a_merge_that_cannot_remove_records_keeps_the_shards(tmp_path, source, m
     prepared(tmp_path / "out", source)
 
 
-def test_a_refused_job_leaves_the_other_job(tmp_path, source):
-    run(source, tmp_path / "out", "--part", "1/4")
-    record, work = (
-        working_folder(tmp_path / "out") / "part-00000.json",
-        working_folder(tmp_path / "out"),
-    )
-    record.unlink()
-    with refused("parts"):
-        run(source, tmp_path / "out")
-    assert (work / "job.json").exists()
+@pytest.fixture
+def complete(tmp_path, source, monkeypatch) -> Path:
+    """The working folder of a preparation whose parts are complete."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(build_module, "finish", interrupt)
+        run(source, tmp_path / "out", "--workers", "1")
+    return working_folder(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (["counts", "rows"], "4"),
+        (["counts", "rows"], -1),
+        (["counts", "examples"], {}),
+        (["counts", "examples"], [{"file": "/other"}]),
+        (["shards"], []),
+        (["text_bytes", "validation"], 0.5),
+        (["fingerprint"], "x"),
+        (["unknown"], 1),
+    ],
+)
+def test_a_damaged_record_is_refused(tmp_path, source, complete, keys, value):
+    record = complete / "part-00000.json"
+    fields = inner = json.loads(record.read_text())
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    record.write_text(json.dumps(fields))
+    with refused(str(record), "damaged", str(keys[0]), f"rm -r {complete}"):
+        run(source, tmp_path / "out", "--workers", "1")
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "problem"),
+    [
+        (["shards"], {}, "part-00000.json: damaged"),
+        (["shards", "train"], None, "part-00000.json: damaged"),
+        (["shards", "train", "tokens"], "9", "part-00000.json: damaged"),
+        (["shards", "train", "file"], "../a.bin", "invalid file name"),
+        (["shards", "train", "file"], "train-00001.bin", "invalid file name, twice"),
+        (["shards", "train", "tokens"], 1 << 40, "bytes, expected"),
+    ],
+)
+def test_a_shard_that_is_not_as_its_record_says_is_refused(
+    tmp_path, source, complete, keys, value, problem
+):
+    record = complete / "part-00000.json"
+    fields = inner = json.loads(record.read_text())
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    record.write_text(json.dumps(fields))
+    with refused(problem):
+        run(source, tmp_path / "out", "--workers", "1")
 
 
 SMALL = (
@@ -445,7 +371,6 @@ def test_killed_twenty_times_gives_the_same_bytes(tmp_path):
         "--workers",
         "2",
         "--drop-duplicates",
-        "exact",
         "--out",
     ]
 
@@ -474,10 +399,3 @@ def test_killed_twenty_times_gives_the_same_bytes(tmp_path):
             (tmp_path / "out").rmdir()
     assert start("out").wait(300) == 0
     assert content(tmp_path / "out") == content(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_parts_run_on_ray(tmp_path, source):
-    pytest.importorskip("ray")
-    whole = content(prepared(tmp_path / "one", source, "--workers", 1))
-    assert content(prepared(tmp_path / "ray", source, "--engine", "ray")) == whole

@@ -105,3 +105,18 @@ def test_what_is_not_read_is_named(tmp_path, name, content, expected):
     (tmp_path / name).write_bytes(content)
     with refused(str(tmp_path / name), expected):
         detect(tmp_path / name, SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.ds", "datatrove"),
+        ("a.ds.index", ""),
+        ("a.ds.metadata", ""),
+        ("a.ds.loss", ""),
+        ("a.index", "text"),
+    ],
+)
+def test_files_of_datatrove_are_known_by_their_names(tmp_path, name, kind):
+    (tmp_path / name).write_bytes(CODE)
+    assert detect(tmp_path / name, SOURCE) == (kind, "")

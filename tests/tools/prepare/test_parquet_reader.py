@@ -4,6 +4,7 @@ whatever their rows.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import shutil
 from pathlib import Path
@@ -15,11 +16,11 @@ from messages import refused
 from preparing import TOKENIZER
 
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.prepare import compressed, parquet_reader, rows
-from titanlite.tools.prepare.documents import BadRow, Document, Skipped
+from titanlite.tools.prepare import compressed, parquet_reader
+from titanlite.tools.prepare.documents import BadRow, Document
 from titanlite.tools.prepare.job import File, Job, Piece, begin_job
 from titanlite.tools.prepare.parquet_reader import UnreadableParquet, describe, read_rows, stop_idle
-from titanlite.tools.prepare.plan_job import Settings, plan_job
+from titanlite.tools.prepare.plan_job import plan_job
 from titanlite.tools.prepare.rows import row_documents
 from titanlite.tools.prepare.sources import Source, find
 from titanlite.tools.prepare.workers import run_parts
@@ -74,15 +75,6 @@ def test_few_bytes_that_are_millions_of_empty_rows(tmp_path, monkeypatch):
         documents(path)
 
 
-def test_the_progress_of_rows_without_text_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "COUNTED", 1000 * compressed.ROW)
-    path = dictionary(tmp_path / "a.parquet", "", 10_000)
-    found = documents(path)
-    assert {type(row) for row in found} == {Skipped}
-    assert len(found) == 10
-    assert sum(skipped.progress for skipped in found) == path.stat().st_size
-
-
 @pytest.mark.slow
 def test_a_page_that_does_not_fit_into_the_memory_allowed(tmp_path, monkeypatch):
     """Also of a row too long to be a document: it is never decoded whole."""
@@ -111,7 +103,7 @@ def test_rows_that_fit_into_the_memory_one_at_a_time_are_all_read(tmp_path, monk
         pa.table({"text": values}), path, compression="zstd", use_dictionary=["text"], **PLAIN
     )
     assert path.stat().st_size < MB
-    found = [values[0].decode() for _, values in read_rows(str(path), ["text"], [0], 1 << 26)]
+    found = [values[0].decode() for values in read_rows(str(path), ["text"], [0], 1 << 26)]
     assert found == values
 
 
@@ -182,9 +174,7 @@ def test_two_files_are_read_at_a_time_and_children_are_used_again(tmp_path):
     for _ in range(2):
         both = zip(*(read_rows(str(path), ["text"], [0], 100) for path in paths), strict=True)
         for i, found in enumerate(both):
-            assert [row.values for row in found] == [
-                [f"{path.name} {i}".encode()] for path in paths
-            ]
+            assert list(found) == [[f"{path.name} {i}".encode()] for path in paths]
             assert describe(str(paths[0]), []).rows == [600]
     assert len(parquet_reader.idle_children) == 3
 
@@ -208,7 +198,7 @@ def test_the_limits_hold_for_each_worker(tmp_path):
     first = dictionary(tmp_path / "data/0.parquet", "x" * 65 * MB, 3)
     shutil.copy(first, tmp_path / "data/1.parquet")
     source = Source(str(tmp_path / "data"))
-    job = plan_job([(source, find(source))], TOKENIZER, Settings(parts=2))
+    job = dataclasses.replace(plan_job([(source, find(source))], TOKENIZER), parts=2)
     begin_job(job, tmp_path / "work")
     with refused(".parquet: row 2: ", "expands to more than"):
-        list(run_parts(job, tmp_path / "work", TOKENIZER, [0, 1], 2, lambda read: None))
+        list(run_parts(job, tmp_path / "work", TOKENIZER, [0, 1], 2))

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
 
 import pytest
 from messages import refused
-from preparing import TOKENIZER, write_megatron
+from preparing import TOKENIZER, write_datatrove, write_megatron
 
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare import plan_job as plan
-from titanlite.tools.prepare.filters import FilterConfig
-from titanlite.tools.prepare.job import differences
-from titanlite.tools.prepare.plan_job import Settings, plan_job
+from titanlite.tools.prepare.job import Job, differences
+from titanlite.tools.prepare.plan_job import check_unchanged, plan_job
 from titanlite.tools.prepare.sources import Source, find
 
 
-def job_of(path: Path, begun=None, settings: Settings = Settings(), **source: str):  # noqa: B008
+def job_of(path: Path, drop_duplicates: bool = False, **source: str):
     where = Source(str(path), **source)
-    return plan_job([(where, find(where))], TOKENIZER, settings, begun)
+    return plan_job([(where, find(where))], TOKENIZER, drop_duplicates)
 
 
 @pytest.fixture
@@ -64,7 +62,7 @@ def test_an_empty_file_is_no_validation_set(tmp_path):
 def test_a_file_is_given_once(mixed):
     where = Source(str(mixed / "00.txt"))
     with refused("data.path", "00.txt", "twice"):
-        plan_job([(where, find(where))] * 2, TOKENIZER, Settings())
+        plan_job([(where, find(where))] * 2, TOKENIZER)
     with refused("validation = ", "00.txt", "data.path"):
         job_of(mixed, pattern="*.txt", validation=str(mixed / "00.txt"))
     with refused("validation = 'absent'", "no such file"):
@@ -73,37 +71,58 @@ def test_a_file_is_given_once(mixed):
 
 def test_an_index_without_its_ids_is_named(tmp_path):
     write_megatron(tmp_path / "ids", [[1, 2], [3]])
-    with refused("ids.idx", "give", str(tmp_path / "ids.bin")):
-        job_of(tmp_path / "ids.idx")
-    (tmp_path / "ids.bin").unlink()
-    with refused("ids.idx", "without its .bin"):
-        job_of(tmp_path / "ids.idx")
-
-
-def test_files_that_have_not_changed_are_not_looked_into_again(mixed, monkeypatch):
-    begun, opened = job_of(mixed), []
-    monkeypatch.setattr(
-        plan, "detect", lambda path, source: opened.append(path.name) or ("text", "")
-    )
-    assert job_of(mixed, begun) == begun
-    (mixed / "03.txt").write_text("other text\n")
-    assert job_of(mixed, begun) != begun
-    assert opened == ["03.txt"]
+    write_datatrove(tmp_path / "a.ds", [[1, 2], [3]])
+    for name in ("ids.idx", "a.ds.index", "a.ds.metadata"):
+        with refused(name, "give their file"):
+            job_of(tmp_path / name)
 
 
 def test_an_index_beside_unchanged_ids_is_noticed(tmp_path):
     write_megatron(tmp_path / "ids", [[1, 2, 3], [4]])
     index, begun = tmp_path / "ids.idx", job_of(tmp_path / "ids.bin")
     assert [file.kind for file in begun.files] == ["megatron"]
-    assert job_of(tmp_path / "ids.bin", begun) == begun
+    assert job_of(tmp_path / "ids.bin") == begun
     os.utime(index, ns=(5, 5))
-    assert differences(begun, job_of(tmp_path / "ids.bin", begun)) == f"files: {index} has changed"
+    changed = f"files: {tmp_path / 'ids.bin'} has changed"
+    assert differences(begun, job_of(tmp_path / "ids.bin")) == changed
     index.unlink()
-    without = job_of(tmp_path / "ids.bin", begun)
-    assert [file.kind for file in without.files] == ["tokens"]
-    write_megatron(tmp_path / "ids", [[1, 2, 3], [4]])
-    os.utime(tmp_path / "ids.bin", ns=(begun.files[0].mtime_ns,) * 2)
-    assert [file.kind for file in job_of(tmp_path / "ids.bin", without).files] == ["megatron"]
+    assert [file.kind for file in job_of(tmp_path / "ids.bin").files] == ["tokens"]
+
+
+def test_a_folder_of_datatrove_is_its_token_files(tmp_path):
+    for name in ("000_merged.ds", "001_merged.ds"):
+        write_datatrove(tmp_path / name, [[1, 2], [3]])
+    (tmp_path / "merged.ds.metadata").write_text("gpt2|2\n6\n6 T")  # of all files together
+    files = job_of(tmp_path).files
+    assert [(file.relative, file.kind, file.split) for file in files] == [
+        ("000_merged.ds", "datatrove", "hash"),
+        ("001_merged.ds", "datatrove", "hash"),
+    ]
+
+
+@pytest.fixture
+def inputs(tmp_path) -> Job:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").write_text("text")
+    write_megatron(tmp_path / "in/ids", [[1, 2], [3]])
+    write_datatrove(tmp_path / "in/b.ds", [[1, 2], [3]])
+    return job_of(tmp_path / "in")
+
+
+def change_time(path: Path) -> None:
+    os.utime(path, ns=(3, 3))
+
+
+CHANGES = [change_time, Path.unlink, lambda path: path.write_bytes(path.read_bytes() + b"x")]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "ids.bin", "ids.idx", "b.ds", "b.ds.index"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_named(tmp_path, inputs, name, change):
+    check_unchanged(inputs.files, tmp_path / "work")
+    change(tmp_path / "in" / name)
+    with refused(str(tmp_path / "in" / name.partition(".")[0]), "since the preparation began"):
+        check_unchanged(inputs.files, tmp_path / "work")
 
 
 def test_all_problems_are_reported_up_to_ten(mixed):
@@ -116,14 +135,13 @@ def test_all_problems_are_reported_up_to_ten(mixed):
 def test_what_a_file_does_not_have_is_named(mixed):
     with refused("00.txt", "'question'"):
         job_of(mixed / "00.txt", prompt_field="question")
-    with refused("ids.bin", "filtered"):
-        job_of(mixed, settings=Settings(filters=FilterConfig(min_chars=3)))
-    assert dataclasses.replace(job_of(mixed), parts=9).parts == 9
+    with refused("ids.bin", "--drop-duplicates"):
+        job_of(mixed, drop_duplicates=True)
 
 
 def test_the_tokenizer_is_named_by_an_absolute_path(mixed, monkeypatch):
     (mixed / "ranks").write_bytes(TOKENIZER.path.read_bytes())
     monkeypatch.chdir(mixed)
     where = Source(str(mixed / "00.txt"))
-    jobs = [plan_job([(where, find(where))], Tokenizer(path), Settings()) for path in ("", "ranks")]
+    jobs = [plan_job([(where, find(where))], Tokenizer(path)) for path in ("", "ranks")]
     assert [job.tokenizer for job in jobs] == ["", str(mixed / "ranks")]

@@ -18,7 +18,7 @@ from row_jobs import job_of, read
 
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.prepare import compressed, rows
-from titanlite.tools.prepare.documents import BadRow, Document, Skipped
+from titanlite.tools.prepare.documents import BadRow
 from titanlite.tools.prepare.job import Piece
 from titanlite.tools.prepare.rows import row_documents
 from titanlite.tools.prepare.sources import HUB
@@ -130,20 +130,6 @@ def test_the_pieces_of_a_large_row_group_do_not_matter(tmp_path, monkeypatch, na
 def whole(path: Path, compression: str) -> Piece:
     file = job_of(path, "jsonl", compression).files[0]
     return Piece(file, 0, file.size)
-
-
-@pytest.mark.parametrize("compression", ["", *COMPRESS])
-def test_progress_moves_on_blank_lines(tmp_path, monkeypatch, compression):
-    monkeypatch.setattr(rows, "COUNTED", 10_000)
-    monkeypatch.setattr(compressed, "BUFFER", 1000)
-    path = tmp_path / "a.jsonl"
-    data = b"".join(b" " * (i * i % 97) + b"\n" for i in range(2000)) + b'{"text": "good"}\n'
-    path.write_bytes(COMPRESS[compression](data) if compression else data)
-    found = list(row_documents(job_of(path, "jsonl", compression), whole(path, compression)))
-    assert [type(row) for row in found] == [Skipped] * (len(data) // 10_000) + [Document]
-    assert sum(row.progress for row in found) == path.stat().st_size
-    if not compression:
-        assert min(row.progress for row in found[:-1]) >= 10_000
 
 
 BAD = [

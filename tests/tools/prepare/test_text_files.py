@@ -10,7 +10,7 @@ import zstandard
 from messages import refused
 
 from titanlite.tools.prepare import compressed, documents, text_files
-from titanlite.tools.prepare.documents import BadRow, Document, Skipped
+from titanlite.tools.prepare.documents import BadRow, Document
 from titanlite.tools.prepare.job import File, Piece
 from titanlite.tools.prepare.text_files import read_texts, text_documents
 
@@ -19,7 +19,7 @@ LONG = "가나다" * 5000
 
 
 def file_of(path: Path, split: str, compression: str = "") -> File:
-    return File(str(path), path.name, path.stat().st_size, 0, "text", compression, split)
+    return File(str(path), path.name, path.stat().st_size, "", "text", compression, split)
 
 
 def read(file: File, cuts: list[int]) -> list[Document]:
@@ -27,8 +27,6 @@ def read(file: File, cuts: list[int]) -> list[Document]:
     found = []
     for begin, end in zip([0, *cuts], [*cuts, file.size], strict=True):
         for document in text_documents(Piece(file, begin, end), joined=False):
-            if isinstance(document, Skipped):
-                continue
             found.append(document._replace(blocks=["".join(document.blocks)]))
     return found
 
@@ -68,25 +66,6 @@ def test_compressed_text_is_the_same(tmp_path, name):
     plain.write_bytes(data)
     found, expected = (read(file_of(p, "tail", c), []) for p, c in ((path, name), (plain, "")))
     assert [d.blocks for d in found] == [d.blocks for d in expected]
-
-
-@pytest.mark.parametrize("name", ["gzip", "zstd"])
-def test_progress_moves_while_compressed_text_is_checked(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(text_files, "BLOCK", 1000)
-    monkeypatch.setattr(text_files, "CHECKED", 10_000)
-    monkeypatch.setattr(compressed, "BUFFER", 1000)
-    data, path = LINES.encode(), tmp_path / "a"
-    path.write_bytes(
-        gzip.compress(data) if name == "gzip" else zstandard.ZstdCompressor().compress(data)
-    )
-    file = file_of(path, "tail", name)
-    found = list(text_documents(Piece(file, 0, file.size), joined=False))
-    checked, documents = found[:-2], found[-2:]
-    assert {type(row) for row in checked} == {Skipped}
-    assert len(checked) == len(data) // 10_000
-    assert 0.4 * file.size < sum(row.progress for row in checked) <= 0.5 * file.size
-    assert file.size - 2 <= sum(row.progress for row in found) <= file.size
-    assert [type(row) for row in documents] == [Document, Document]
 
 
 @pytest.mark.parametrize("name", ["gzip", "zstd"])

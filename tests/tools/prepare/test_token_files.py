@@ -12,7 +12,7 @@ from messages import refused
 from preparing import TOKENIZER, write_megatron
 
 from titanlite.tools.prepare import token_files
-from titanlite.tools.prepare.job import File, Piece
+from titanlite.tools.prepare.job import File
 from titanlite.tools.prepare.token_files import has_documents, token_documents, token_layout
 
 BOS, EOS = TOKENIZER.bos, TOKENIZER.eos
@@ -21,15 +21,12 @@ DOCUMENTS = [RANDOM.integers(0, 4000, size).tolist() for size in RANDOM.integers
 
 
 def file_of(path: Path, kind: str = "tokens", split: str = "hash") -> File:
-    return File(str(path), path.name, path.stat().st_size, 0, kind, "", split)
+    return File(str(path), path.name, path.stat().st_size, "", kind, "", split)
 
 
-def read(file: File, cuts: list[int] = []) -> list[list[int]]:  # noqa: B006
-    found = []
-    for begin, end in zip([0, *cuts], [*cuts, file.size], strict=True):
-        documents = token_documents(Piece(file, begin, end), TOKENIZER)
-        found += [np.concatenate(list(document.ids)).tolist() for document in documents]
-    return found
+def read(file: File) -> list[list[int]]:
+    documents = token_documents(file, TOKENIZER)
+    return [np.concatenate(list(document.ids)).tolist() for document in documents]
 
 
 def ends_with_eos(path: Path, dtype: str) -> list[list[int]]:
@@ -60,45 +57,13 @@ def test_documents_are_between_delimiters(tmp_path, monkeypatch, write, dtype):
     file = file_of(tmp_path / "a.bin")
     # In its first 37 ids
     assert has_documents(file, TOKENIZER) or dtype == "<u4" or write is ends_with_eos
-    for cuts in ([], [1, 2, 3], [file.size * i // 9 for i in range(1, 9)]):
-        assert read(file, cuts) == expected
-
-
-@pytest.mark.parametrize("write", [ends_with_eos, begins_with_bos, with_header])
-def test_a_part_reads_only_its_own_documents(tmp_path, monkeypatch, write):
-    monkeypatch.setattr(token_files, "BLOCK", 37)
-    expected = write(tmp_path / "a.bin", "<u2")
-    file, ids = file_of(tmp_path / "a.bin"), []
-    layout = token_layout(file.path, file.size, TOKENIZER)
-    read_ids = np.fromfile
-    monkeypatch.setattr(token_files, "token_layout", lambda *arguments: layout)
-    monkeypatch.setattr(
-        token_files.np, "fromfile", lambda *a, **k: ids.append(read_ids(*a, **k)) or ids[-1]
-    )
-    assert read(file, [file.size * i // 50 for i in range(1, 50)]) == expected
-    total = sum(map(len, expected))
-    assert 2 * total <= sum(map(len, ids)) < 4 * total  # to find its documents, and to copy them
-
-
-def test_cuts_at_every_byte(tmp_path):
-    for write in (ends_with_eos, begins_with_bos, with_header):
-        expected = write(tmp_path / "a.bin", "<u4")[:20]
-        path = tmp_path / "a.bin"
-        header = 1024 if write is with_header else 0
-        size = header + 4 * sum(map(len, expected))
-        data = bytearray(path.read_bytes()[:size])
-        if header:
-            struct.pack_into("<i", data, 8, (size - header) // 4)
-        path.write_bytes(data)
-        file = file_of(path)
-        assert read(file, list(range(1, size, 3))) == expected
+    assert read(file) == expected
 
 
 def test_documents_of_megatron(tmp_path):
     write_megatron(tmp_path / "a", DOCUMENTS)
     file = file_of(tmp_path / "a.bin", "megatron")
-    for cuts in ([], [1], [file.size * i // 9 for i in range(1, 9)]):
-        assert read(file, cuts) == DOCUMENTS
+    assert read(file) == DOCUMENTS
 
 
 def write_sequences(path: Path, sizes: np.ndarray, bounds: np.ndarray) -> None:
@@ -119,40 +84,37 @@ def test_documents_of_several_sequences_or_none(tmp_path, monkeypatch):
     places = np.concatenate([[0], np.cumsum(sizes)])[bounds]
     expected = [[0] * int(size) for size in np.diff(places) if size]
     file = file_of(tmp_path / "a.bin", "megatron")
-    for cuts in ([], [1], [file.size * i // 9 for i in range(1, 9)], list(range(1, file.size))):
-        assert read(file, cuts) == expected
+    assert read(file) == expected
 
 
-def test_a_piece_reads_only_its_part_of_the_index(tmp_path):
+def test_an_index_is_not_read_into_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "DOCUMENTS", 1000)
     count = 300_000
     write_sequences(tmp_path / "a", np.ones(count, int), np.arange(count + 1))
     size, file = (tmp_path / "a.idx").stat().st_size, file_of(tmp_path / "a.bin", "megatron")
     tracemalloc.start()
     try:
         layout = token_layout(file.path, file.size, TOKENIZER)
-        places = [
-            (begin, end)
-            for begin, end, _ in token_files.indexed_documents(file, layout, 100_000, 103_000)
-        ]
+        documents = token_files.indexed_documents(file, layout)
+        assert [next(documents) for _ in range(3)] == [(0, 1), (1, 2), (2, 3)]
+        assert sum(1 for _ in documents) == count - 3
         assert tracemalloc.get_traced_memory()[1] < size / 5
     finally:
         tracemalloc.stop()
-    assert places == [(i, i + 1) for i in range(100_000, 103_000)]
 
 
 @pytest.mark.slow
-def test_a_damaged_index_is_found_wherever_it_is_cut(tmp_path):
+def test_a_damaged_index_is_found(tmp_path):
     write_megatron(tmp_path / "a", DOCUMENTS)
     path = tmp_path / "a.idx"
     good, found = path.read_bytes(), 0
     file = file_of(tmp_path / "a.bin", "megatron")
-    cuts = [file.size * i // 9 for i in range(1, 9)]
     for _ in range(60):
         place = int(RANDOM.integers(34, len(good)))
         path.write_bytes(good)
         edit(path, place, "<B", good[place] ^ int(RANDOM.integers(1, 256)))
         with refused("a.idx"):
-            read(file, cuts)
+            read(file)
         found += 1
     assert found == 60
 
@@ -161,10 +123,9 @@ def test_a_file_without_documents_is_cut_at_its_last_twentieth(tmp_path):
     (tmp_path / "a.bin").write_bytes(np.arange(1000, dtype="<u2").tobytes())
     file = file_of(tmp_path / "a.bin", split="tail")
     assert not has_documents(file, TOKENIZER)
-    found = list(token_documents(Piece(file, 0, file.size), TOKENIZER))
+    found = list(token_documents(file, TOKENIZER))
     assert [document.split for document in found] == ["train", "validation"]
     assert [document.length for document in found] == [950, 50]
-    assert read(file, [500]) == read(file)
 
 
 def edit(path: Path, offset: int, layout: str, *values: int) -> None:

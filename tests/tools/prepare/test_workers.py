@@ -15,41 +15,38 @@ from messages import refused
 from preparing import TOKENIZER
 
 from titanlite.runtime.interpreter import PACKAGES
+from titanlite.tools.prepare import job as job_module
 from titanlite.tools.prepare import workers
 from titanlite.tools.prepare.job import Job, begin_job
-from titanlite.tools.prepare.plan_job import Settings, plan_job
+from titanlite.tools.prepare.plan_job import plan_job
 from titanlite.tools.prepare.sources import Source, find
 from titanlite.tools.prepare.workers import main, run_parts
 
 
 @pytest.fixture
-def job(tmp_path) -> Job:
+def job(tmp_path, monkeypatch) -> Job:
+    monkeypatch.setattr(job_module, "PART", 13_000)
     (tmp_path / "text").mkdir()
     for i in range(8):
         (tmp_path / f"text/{i}.jsonl").write_text(f'{{"text": "row {i}"}}\n' * 300)
     (tmp_path / "work").mkdir()
     source = Source(str(tmp_path / "text"))
-    job = plan_job([(source, find(source))], TOKENIZER, Settings(parts=4))
+    job = plan_job([(source, find(source))], TOKENIZER)
+    assert job.parts == 4
     begin_job(job, tmp_path / "work")
     return job
 
 
 def test_all_parts_are_made(tmp_path, job):
-    read = []
-    assert sorted(run_parts(job, tmp_path / "work", TOKENIZER, [0, 1, 2, 3], 2, read.append)) == [
-        0,
-        1,
-        2,
-        3,
-    ]
-    assert sum(read) == job.bytes
+    parts = run_parts(job, tmp_path / "work", TOKENIZER, [0, 1, 2, 3], 2)
+    assert sorted(parts) == [0, 1, 2, 3]
     assert len(list((tmp_path / "work").glob("part-*.json"))) == 4
 
 
 def test_the_first_error_ends_all(tmp_path, job):
     (tmp_path / "text/5.jsonl").unlink()
     with refused(str(tmp_path / "text/5.jsonl"), "No such file"):
-        list(run_parts(job, tmp_path / "work", TOKENIZER, [0, 1, 2, 3], 2, lambda read: None))
+        list(run_parts(job, tmp_path / "work", TOKENIZER, [0, 1, 2, 3], 2))
 
 
 def test_a_worker_that_is_killed_is_reported(tmp_path, job, monkeypatch):
@@ -62,7 +59,7 @@ def test_a_worker_that_is_killed_is_reported(tmp_path, job, monkeypatch):
 
     monkeypatch.setattr(workers, "start_worker", killed)
     with refused("signal 9", "same command"):
-        list(run_parts(job, tmp_path / "work", TOKENIZER, [0, 1, 2, 3], 2, lambda read: None))
+        list(run_parts(job, tmp_path / "work", TOKENIZER, [0, 1, 2, 3], 2))
 
 
 @pytest.mark.slow
@@ -92,7 +89,9 @@ def test_a_worker_ends_with_the_process_that_started_it(tmp_path, job):
 def test_messages_of_a_worker(tmp_path, job, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", iter(["2\n"]))
     main(str(tmp_path / "work"))
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()][-1] == {"done": 2}
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()][-1] == {
+        "problems": []
+    }
     (tmp_path / "work/job.json").write_text("{")
     monkeypatch.setattr("sys.stdin", iter(["2\n"]))
     main(str(tmp_path / "work"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import re
 import sys
 from pathlib import Path
 
@@ -13,45 +11,32 @@ from titanlite.config.schema import FROM_CHECKPOINT
 from titanlite.data.prepared import is_prepared
 from titanlite.data.verification import verify_changed
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.progress import progress_bar
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.chat.conversation import control_tokens
 from titanlite.tools.chat.find_template import find_template, read_template
 from titanlite.tools.chat.template import PLAIN, ChatTemplate, TemplateError
 from titanlite.tools.cli.options import StrictParser, at_least
-from titanlite.tools.cli.prepare_options import (
-    add_duplicate_options,
-    add_filter_options,
-    duplicates_from,
-    filters_from,
-)
 from titanlite.tools.cli.stops import stoppable
-from titanlite.tools.prepare.build import BAD_ROWS, Options, begin, build, working_folder
+from titanlite.tools.prepare.build import BAD_ROWS, Options, build, hold
 from titanlite.tools.prepare.cache import prepare
 from titanlite.tools.prepare.inspect import inspect
 from titanlite.tools.prepare.job import NAME, NO_CHAT, ChatConfig, differences, read_job
-from titanlite.tools.prepare.locks import hold
-from titanlite.tools.prepare.merge import MANIFEST, decide_duplicates, merge, missing_parts
-from titanlite.tools.prepare.part import run_part, verdicts_path
-from titanlite.tools.prepare.plan_job import Settings, plan_job
-from titanlite.tools.prepare.records import record_path
+from titanlite.tools.prepare.plan_job import plan_job
 from titanlite.tools.prepare.sources import Found, Keys, Source, find, require_apart
 
 KEYS = Keys("SOURCE", "--pattern", "--field", "--validation")
 USAGE = """titanlite prepare SOURCE... --out FOLDER [options]
-       titanlite prepare SOURCE... --out FOLDER --part I/N [options]
-       titanlite prepare --merge FOLDER
        titanlite prepare --inspect FOLDER
        titanlite prepare [CONFIG] [--section.key=value ...]"""
 EPILOG = """\
-A SOURCE is a text file, JSON lines, Parquet, or a folder of these; token ids of nanoGPT, llm.c
-or Megatron (.bin, .idx); hf:NAME[:CONFIG[:SPLIT]] for a data set of the package datasets; or
-python-stdlib. Text and JSON lines may be compressed with gzip or zstd. Kinds are detected from
-the contents.
+A SOURCE is a text file, JSON lines, Parquet, or a folder of these; token ids of nanoGPT or llm.c
+(.bin), Megatron (.bin with .idx) or datatrove (.ds with .ds.index); hf:NAME[:CONFIG[:SPLIT]] for a
+data set of the package datasets; or python-stdlib. Text and JSON lines may be compressed with gzip
+or zstd. Kinds are detected from the contents.
 
 Train on the result with --data.path=FOLDER. An interrupted command goes on when it is repeated.
-Without --out, --merge and --inspect, the arguments are those of `titanlite train`, and its data
-is prepared into the cache."""
+Without --out and --inspect, the arguments are those of `titanlite train`, and its data is prepared
+into the cache."""
 
 EXAMPLE = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "yes"}]
 ADVICE = "stopped; the same command goes on with what is missing"
@@ -62,7 +47,7 @@ TEXTS = {  # options with a text: (default, name of the value, help)
         "",
         "NAME",
         "field or column of JSON lines and Parquet with the text; default: text, with --chat "
-        "messages (or the answer to --prompt-field), with --pairs chosen",
+        "messages (or text, the answer to --prompt-field)",
     ),
     "prompt-field": (
         "",
@@ -85,20 +70,14 @@ TEXTS = {  # options with a text: (default, name of the value, help)
 def run(argv: list[str]) -> int:
     """Prints the path of the prepared data."""
     names = {word.partition("=")[0] for word in argv}
-    if not names & {"-h", "--help", "--out", "--merge", "--inspect"}:
+    if not names & {"-h", "--help", "--out", "--inspect"}:
         with stoppable(ADVICE):
             return _prepare_config(argv)
     options = _parser().parse_args(argv)
-    if options.inspect or options.merge:
-        if options.sources or options.out or options.part:
-            raise ConfigError(
-                "--inspect and --merge take one prepared folder, "
-                "and neither SOURCE, --out nor --part"
-            )
-        if options.inspect:
-            return inspect(options.inspect, options.tokenizer)
-        with stoppable(ADVICE):
-            return _merge(options)
+    if options.inspect:
+        if options.sources or options.out:
+            raise ConfigError("--inspect takes one prepared folder, and neither SOURCE nor --out")
+        return inspect(options.inspect, options.tokenizer)
     if not options.sources:
         raise ConfigError(
             "--out without SOURCE: name what to prepare, "
@@ -109,7 +88,7 @@ def run(argv: list[str]) -> int:
 
 
 def _prepare_config(argv: list[str]) -> int:
-    """From [data] of a configuration into the cache."""
+    """Prepares [data] of a configuration into the cache."""
     positional = [word for word in argv if not word.startswith("-")]
     if positional:
         word = positional[0]
@@ -151,10 +130,9 @@ def _parser() -> StrictParser:
         "--last-answer", action="store_true", help="--chat: only the last answer is a target"
     )
     parser.add_argument(
-        "--pairs",
+        "--drop-duplicates",
         action="store_true",
-        help="--chat: a row has two conversations or answers, the fields chosen and rejected, "
-        "for training with dpo.beta",
+        help="drop documents that equal an earlier one; one of --validation stays before others",
     )
     parser.add_argument(
         "--max-bad-rows",
@@ -172,37 +150,15 @@ def _parser() -> StrictParser:
         help="processes; default: one per core",
     )
     parser.add_argument(
-        "--engine",
-        choices=("local", "ray"),
-        default="local",
-        help="where parts run; default: local",
-    )
-    add_filter_options(parser)
-    add_duplicate_options(parser)
-    parts = parser.add_argument_group("several machines")
-    parts.add_argument(
-        "--part", type=_part, metavar="I/N", help="make part I of N (1/N to N/N), on any machine"
-    )
-    parts.add_argument(
-        "--merge", type=Path, metavar="FOLDER", help="compare or join the parts of FOLDER"
-    )
-    parser.add_argument(
         "--inspect", type=Path, metavar="FOLDER", help="print, verify and sample a prepared folder"
     )
     return parser
 
 
-def _part(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text)
-    if not match or not 1 <= int(match[1]) <= int(match[2]):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected I/N with I from 1 to N, as 3/64")
-    return int(match[1]), int(match[2])
-
-
 def chat_from(options: argparse.Namespace, tokenizer: Tokenizer) -> ChatConfig:
     """How conversations become text. Raises ConfigError."""
     if not options.chat:
-        for name in ("template", "last_answer", "pairs"):
+        for name in ("template", "last_answer"):
             if getattr(options, name):
                 raise ConfigError(f"--{name.replace('_', '-')} has no effect without --chat")
         return NO_CHAT
@@ -218,13 +174,10 @@ def chat_from(options: argparse.Namespace, tokenizer: Tokenizer) -> ChatConfig:
         raise ConfigError(f"the chat template cannot render a conversation: {error}") from None
     special = tuple(tokenizer.special)
     control = tuple(control_tokens(tokenizer))
-    last_only = options.last_answer or options.pairs  # what comes before them must be the same
-    return ChatConfig(template, *ends, special, control, last_only, options.pairs)
+    return ChatConfig(template, *ends, special, control, options.last_answer)
 
 
 def _default_field(options: argparse.Namespace) -> str:
-    if options.pairs:
-        return "chosen"
     if options.chat and not options.prompt_field:
         return "messages"
     return "text"
@@ -235,10 +188,8 @@ def _log(text: str) -> None:
 
 
 def _prepare_sources(options: argparse.Namespace) -> int:
-    num_parts = options.part[1] if options.part else 0
     tokenizer = Tokenizer(options.tokenizer)
     chat = chat_from(options, tokenizer)
-    settings = Settings(num_parts, filters_from(options), duplicates_from(options), chat)
     field = options.field or _default_field(options)
     folder = options.out.absolute()
     sources: list[tuple[Source, Found]] = []
@@ -254,94 +205,29 @@ def _prepare_sources(options: argparse.Namespace) -> int:
     if options.validation:
         held_out = source.held_out()
         require_apart(held_out, find(held_out), folder)
-    # Several machines may make parts at the same time
-    lock = hold(folder, shared=bool(options.part))
-    with contextlib.nullcontext() if folder.exists() else lock:
-        if folder.exists():
-            _repeated(sources, tokenizer, folder, settings)
-        elif options.part:
-            return _make_part(sources, tokenizer, folder, settings, options.part[0] - 1)
-        else:
-            build_options = Options(settings, options.workers, options.max_bad_rows, options.engine)
-            build(sources, tokenizer, folder, build_options, _log)
+    how = Options(options.drop_duplicates, chat, options.workers, options.max_bad_rows)
+    if folder.exists():
+        _require_repeated(sources, tokenizer, folder, how)
+        _log(f"{folder}: is prepared already")
+    else:
+        with hold(folder, wait=False):
+            build(sources, tokenizer, folder, how, _log)
     verify_changed(folder)
     print(folder)
     return 0
 
 
-def _repeated(
-    sources: list[tuple[Source, Found]], tokenizer: Tokenizer, folder: Path, settings: Settings
+def _require_repeated(
+    sources: list[tuple[Source, Found]], tokenizer: Tokenizer, folder: Path, options: Options
 ) -> None:
     """Raises ConfigError unless the folder, which exists, was made by the same command."""
     if not (folder / NAME).is_file() or not is_prepared(folder):
         raise ConfigError(
             f"{folder}: exists and is not prepared data; choose another folder for --out"
         )
-    done = read_job(folder)
-    changed = differences(done, plan_job(sources, tokenizer, settings, done))
+    job = plan_job(sources, tokenizer, options.drop_duplicates, options.chat)
+    changed = differences(read_job(folder), job)
     if changed:
         raise ConfigError(
             f"{folder}: was prepared differently ({changed}); choose another folder for --out"
         )
-    _log(f"{folder}: is prepared already")
-
-
-def _make_part(
-    sources: list[tuple[Source, Found]],
-    tokenizer: Tokenizer,
-    folder: Path,
-    settings: Settings,
-    part: int,
-) -> int:
-    """The next step of one part."""
-    job = begin(sources, tokenizer, folder, settings)
-    work = working_folder(folder)
-    with progress_bar(job.size([part]), f"part {part + 1}") as bar:
-        run_part(job, work, tokenizer, part, bar.update)
-    print(record_path(work, part, read=not record_path(work, part).exists()))
-    return 0
-
-
-def _merge(options: argparse.Namespace) -> int:
-    folder = options.merge.absolute()
-    work = working_folder(folder)
-    if not work.is_dir() and is_prepared(folder):
-        verify_changed(folder)
-        _log(f"{folder}: is merged already")
-        print(folder)
-        return 0
-    if not (work / NAME).is_file():
-        raise ConfigError(
-            f"{folder}: nothing to merge; first: titanlite prepare SOURCE --out FOLDER --part I/N"
-        )
-    with hold(folder):
-        return _merge_parts(options, folder, work)
-
-
-def _merge_parts(options: argparse.Namespace, folder: Path, work: Path) -> int:
-    """The next step that needs all parts."""
-    job = read_job(work)
-    compared = True
-    if job.duplicates.remove != "none":
-        compared = verdicts_path(work, job.parts - 1, final=True).exists()
-    # With a manifest, the records of the parts may be gone: an earlier merge was interrupted
-    if not (work / MANIFEST).exists():
-        missing = missing_parts(job, work, read=not compared)
-        if missing:
-            shown = ", ".join(f"{part + 1}/{job.parts}" for part in missing[:20])
-            if len(missing) > 20:
-                shown += ", ..."
-            raise ConfigError(
-                f"{folder}: {len(missing)} of {job.parts} parts are missing: "
-                f"run with --part {shown}"
-            )
-        if not compared:
-            decide_duplicates(job, work, _log)
-            _log(
-                "now run every part once more, which tokenises what is left, and then --merge again"
-            )
-            return 0
-    merge(job, work, folder, Tokenizer(job.tokenizer), options.max_bad_rows, _log)
-    verify_changed(folder)
-    print(folder)
-    return 0

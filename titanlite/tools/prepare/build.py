@@ -1,84 +1,98 @@
-"""Runs a job to its end: all parts on all cores, then the merge.
+"""Runs a job to its end: all parts on all cores, then the manifest.
 
-What it is: the orchestration on one machine (or on Ray). On several machines without Ray, the same
-steps are separate commands: `--part i/n` for each part, and `--merge`
-(`tools/cli/prepare_command.py`).
+What it is: the parts are made in a hidden working folder beside the result. Their shards are those
+of the result; nothing is copied. When all are there, the manifest lists them, what only the work
+needed is removed, and the working folder gets its final name. So a prepared folder is complete or
+absent, and each step can be repeated after an interruption.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+import json
 import os
+import platform
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from titanlite.data.prepared_manifest import AGAIN
+from titanlite.data.prepared_manifest import AGAIN, FORMAT, read_manifest, token_dtype
+from titanlite.data.verification import expected_files
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import make_folder
+from titanlite.runtime.files import NO_LOCKS, make_folder, replace_file, sync_folder
 from titanlite.runtime.progress import progress_bar
 from titanlite.tokenizer.tokenizer import Tokenizer
-from titanlite.tools.prepare.changed_input import keep_unchanged, only_input_differs
-from titanlite.tools.prepare.job import NAME, Job, begin_job, differences, read_job, write_job
-from titanlite.tools.prepare.merge import (
-    MANIFEST,
-    check_bad_rows,
-    decide_duplicates,
-    merge,
-    missing_parts,
-)
-from titanlite.tools.prepare.plan_job import Settings, plan_job
-from titanlite.tools.prepare.records import read_record
+from titanlite.tools.prepare.duplicates import KEPT, decide_duplicates, hashes_path
+from titanlite.tools.prepare.job import NAME, NO_CHAT, ChatConfig, Job, Piece, begin_job, read_typed
+from titanlite.tools.prepare.part import EXAMPLES, SPLITS, Example, PartRecord, record_path
+from titanlite.tools.prepare.plan_job import check_unchanged, plan_job
+from titanlite.tools.prepare.rows import first_row_number
 from titanlite.tools.prepare.shard_writer import TEMPORARY
 from titanlite.tools.prepare.sources import Found, Source
-from titanlite.tools.prepare.workers import problems, run_on_ray, run_parts
+from titanlite.tools.prepare.workers import problems_of, run_parts
 
 Log = Callable[[str], None]
 BAD_ROWS = 0.01  # the share of rows that may be unreadable
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a job is run. Only `settings` decides the bytes of the result."""
+    """How a job is run. The first two decide the bytes of the result."""
 
-    settings: Settings = field(default_factory=Settings)
+    drop_duplicates: bool = False
+    chat: ChatConfig = NO_CHAT
     workers: int = 0  # processes; 0: one per core
-    max_bad_rows: float = BAD_ROWS
-    engine: str = "local"  # or ray
+    max_bad_rows: float = BAD_ROWS  # below 1: a share of all
 
 
 def working_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.parts")
 
 
-def begin(
-    sources: list[tuple[Source, Found]],
-    tokenizer: Tokenizer,
-    folder: Path,
-    settings: Settings,
-    restart: Log | None = None,
-) -> Job:
-    """The job for a prepared folder, in its working folder.
+@contextlib.contextmanager
+def hold(folder: Path, wait: bool) -> Iterator[None]:
+    """Keeps other processes from working on a prepared folder: `.NAME.lock` beside it is locked.
 
-    Raises ConfigError if another one was begun there.
-    `restart`: if only the input has changed since, remove what depends on it, and log that. The
-    caller must hold the folder alone.
+    `wait`: wait for such a process; without it there is a ConfigError. Where the file system has
+    no locks, processes are not kept apart: one of them may fail, and can be started again.
     """
-    work = working_folder(folder)
-    begun = read_job(work) if (work / NAME).exists() else None
-    job = plan_job(sources, tokenizer, settings, begun)
-    make_folder(work)
-    if restart and begun and only_input_differs(begun, job):
-        num_kept = keep_unchanged(begun, job, work)
-        write_job(job, work)
-        changes = differences(begun, job)
-        restart(
-            f"the input is not that of the earlier attempt ({changes}); "
-            f"{num_kept} of {job.parts} parts are kept"
-        )
-    begin_job(job, work)
-    return job
+    make_folder(folder.parent)
+    path = folder.with_name(f".{folder.name}.lock")
+    descriptor = _lock(path, folder, wait)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(path: Path, folder: Path, wait: bool) -> int:
+    """The descriptor of the locked file."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except FileNotFoundError:
+            pass  # removed between the two looks, as below
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigError(
+                f"{folder}: another process works in this folder; wait for it"
+            ) from None
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                return descriptor
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the process that held it has removed the file
 
 
 def build(
@@ -90,17 +104,18 @@ def build(
 ) -> None:
     """Prepares sources into `folder`, which does not exist yet.
 
-    Finished parts of an earlier attempt are kept. The caller holds the folder alone (`locks.py`).
+    Finished parts of an earlier attempt are kept. The caller holds the folder (`hold`).
     Raises ConfigError for files that cannot be read, too many bad rows, or a full disk.
     """
     if folder.exists():
         raise ConfigError(f"{folder}: has no manifest.json; {AGAIN}")
     started = time.monotonic()
     work = working_folder(folder)
-    bytes_read = 0
     is_new = not (work / NAME).exists()
     try:
-        job = begin(sources, tokenizer, folder, options.settings, restart=log)
+        job = plan_job(sources, tokenizer, options.drop_duplicates, options.chat)
+        make_folder(work)
+        begin_job(job, work)
         size = "an unknown size"
         if job.has_known_size:
             size = f"{len(job.files)} files, {job.bytes / 1e6:.1f} MB"
@@ -108,52 +123,38 @@ def build(
         for path in work.glob(f"*{TEMPORARY}*"):  # of a process that was killed
             path.unlink(missing_ok=True)
         if not (work / MANIFEST).exists():
-            if job.duplicates.remove != "none":
-                _run(job, work, tokenizer, options, log, read=True)
-                decide_duplicates(job, work, log)
-            bytes_read = _run(job, work, tokenizer, options, log)
-        manifest = merge(job, work, folder, tokenizer, options.max_bad_rows, log)
+            _make_parts(job, work, tokenizer, options, log)
+        manifest = finish(job, work, folder, tokenizer, options.max_bad_rows, log)
     except BaseException as error:
-        finished = [*work.glob("part-*.json"), *work.glob("read-*.json"), *work.glob(MANIFEST)]
+        finished = [*work.glob("part-*.json"), *work.glob("hashes-*.bin")]
         if is_new and not finished:  # nothing that another attempt could use
             shutil.rmtree(work, ignore_errors=True)
         if isinstance(error, OSError):
-            raise ConfigError(problems(error)) from None
+            raise ConfigError(problems_of(error)) from None
         raise
     tokens = {split: entry["tokens"] for split, entry in manifest["splits"].items()}
-    seconds = time.monotonic() - started
-    rate = ""
-    if bytes_read:  # without the parts of an earlier attempt
-        rate = f" ({bytes_read / 1e6 / seconds:.1f} MB/s)"
     log(
         f"prepared {tokens['train']:,} training and {tokens['validation']:,} validation tokens "
-        f"in {seconds:.1f} s{rate}: {folder}"
+        f"in {time.monotonic() - started:.1f} s: {folder}"
     )
 
 
-def _run(
-    job: Job, work: Path, tokenizer: Tokenizer, options: Options, log: Log, read: bool = False
-) -> int:
-    """One pass over the parts that have not been through it.
-
-    Returns the number of bytes that were read.
-    """
-    todo = missing_parts(job, work, read)
-    if len(todo) < job.parts:
-        log(f"going on: {job.parts - len(todo)} of {job.parts} parts are there already")
-    with progress_bar(job.size(todo), "reading" if read else "tokenising") as bar:
-        if options.engine == "ray":
-            for part in run_on_ray(work, todo):
-                bar.update(job.size([part]) or 0)
-        else:
-            workers = options.workers or usable_processors()
-            records = []
-            for part in run_parts(job, work, tokenizer, todo, workers, bar.update):
-                records.append(read_record(job, work, part, read))
-                # A number, unlike a share of all, can be exceeded before the end
-                if options.max_bad_rows >= 1:
-                    check_bad_rows(job, records, options.max_bad_rows)
-        return int(bar.n)
+def _make_parts(job: Job, work: Path, tokenizer: Tokenizer, options: Options, log: Log) -> None:
+    """Makes the parts that are not there yet."""
+    workers = options.workers or usable_processors()
+    steps: list[tuple[str, Callable[[Path, int], Path]]] = [("tokenising", record_path)]
+    if job.drop_duplicates and not (work / KEPT).exists():
+        steps.insert(0, ("comparing", hashes_path))
+    for name, result_of in steps:
+        todo = [part for part in range(job.parts) if not result_of(work, part).exists()]
+        if len(todo) < job.parts:
+            log(f"going on: {job.parts - len(todo)} of {job.parts} parts are there already")
+        total = sum(job.size(part) for part in todo) if job.has_known_size else None
+        with progress_bar(total, name) as bar:
+            for part in run_parts(job, work, tokenizer, todo, workers):
+                bar.update(job.size(part))
+        if result_of is hashes_path:
+            decide_duplicates(job, work, log)
 
 
 def usable_processors() -> int:
@@ -161,3 +162,117 @@ def usable_processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def finish(
+    job: Job, work: Path, folder: Path, tokenizer: Tokenizer, limit: float, log: Log
+) -> dict[str, Any]:
+    """Makes the complete parts in `work` the prepared folder; returns its manifest.
+
+    Raises ConfigError if more rows than `limit` could not be read, an input file has changed, or
+    no document is left.
+    """
+    if folder.exists():
+        raise ConfigError(
+            f"{folder}: exists; move it away and repeat the command, which goes on with {work}"
+        )
+    if not (work / MANIFEST).exists():
+        records = [read_typed(PartRecord, record_path(work, part)) for part in range(job.parts)]
+        check_unchanged(job.files, work)
+        _check_bad_rows(job, records, limit)
+        manifest = _manifest(job, records, tokenizer)
+        if not any(split["tokens"] for split in manifest["splits"].values()):
+            # Its parts are of no use to another attempt, whose options must differ
+            shutil.rmtree(work)
+            raise ConfigError(f"{', '.join(job.roots)}: no document is left to train on")
+        replace_file(work / MANIFEST, json.dumps(manifest, indent=1).encode())
+    manifest = read_manifest(work)
+    stays = {*expected_files(manifest), MANIFEST, NAME}  # the job, to repeat the command
+    for path in work.iterdir():
+        if path.name not in stays:
+            path.unlink()
+    sync_folder(work)
+    work.rename(folder)
+    sync_folder(folder.parent)
+    rows = manifest["rows"]
+    if rows["bad"]:
+        log(f"left out {rows['bad']:,} of {rows['rows']:,} documents that cannot be read, such as:")
+        for example in rows["examples"]:
+            log(f"  {example}")
+    return manifest
+
+
+def _check_bad_rows(job: Job, records: list[PartRecord], limit: float) -> None:
+    """Raises ConfigError if more rows than allowed could not be read.
+
+    `limit`: a number of rows, or, below 1, a share of all.
+    """
+    rows = sum(record.counts.rows for record in records)
+    bad = sum(record.counts.bad for record in records)
+    most = limit
+    allowed = f"{limit:g}"
+    if limit < 1:
+        most = limit * rows
+        allowed = f"{100 * limit:g} %"
+    if bad > most:
+        problem = (
+            f"{bad:,} of {rows:,} documents cannot be read; allowed: {allowed} (--max-bad-rows)"
+        )
+        raise ConfigError([problem, *_bad_rows(job, records)])
+
+
+def _bad_rows(job: Job, records: list[PartRecord]) -> list[str]:
+    """The first rows that could not be read, with file and line."""
+    files = {file.path: file for file in job.files}
+    examples: list[Example] = []
+    for record in records:
+        examples += [example for example in record.counts.examples if example["file"] in files]
+    lines = []
+    for example in examples[:EXAMPLES]:
+        file = files[example["file"]]
+        # The lines before a piece have to be read and counted
+        number = first_row_number(Piece(file, example["begin"], file.size)) + example["row"]
+        lines.append(f"{file.path}:{number}: {example['problem']}")
+    return lines
+
+
+def _manifest(job: Job, records: list[PartRecord], tokenizer: Tokenizer) -> dict[str, Any]:
+    splits: dict[str, dict[str, Any]] = {}
+    for split in SPLITS:
+        shards = [record.shards[split] for record in records]
+        shards = [shard for shard in shards if shard["tokens"]]
+        splits[split] = {
+            "tokens": sum(shard["tokens"] for shard in shards),
+            "documents": sum(shard["documents"] for shard in shards),
+            "bytes": sum(record.text_bytes[split] for record in records),
+            "shards": shards,
+        }
+    text_bytes = sum(split["bytes"] for split in splits.values())
+    fingerprint = records[0].fingerprint
+    if len(records) > 1:
+        joined = "".join(record.fingerprint for record in records)
+        fingerprint = hashlib.sha256(joined.encode()).hexdigest()
+    return {
+        "format": FORMAT,
+        "name": job.name,
+        "roots": list(job.roots),
+        "python": platform.python_version(),
+        "files": len(job.files),
+        "bytes": job.bytes if job.has_known_size else text_bytes,
+        "parts": job.parts,
+        "fingerprint": fingerprint,
+        "tokenizer": {
+            "file": tokenizer.path.name,
+            "sha256": tokenizer.sha256,
+            "size": tokenizer.size,
+        },
+        "dtype": token_dtype(tokenizer.size).str,
+        **({"chat_template": job.chat.template} if job.chat.template else {}),
+        "rows": {
+            "rows": sum(record.counts.rows for record in records),
+            "bad": sum(record.counts.bad for record in records),
+            "examples": _bad_rows(job, records),
+        },
+        "duplicates": sum(record.counts.duplicates for record in records),
+        "splits": splits,
+    }

@@ -2,21 +2,19 @@
 
 What it is: a source -> a folder of shards. For `[data]` the folder is in the cache, and its name
 contains a hash of the names, sizes and times of the files and of the tokenizer; `titanlite prepare
---out` names it. The parts of the work (`job.py`) are made in a hidden working folder beside it,
-which is renamed at the end (`merge.py`); a preparation that was interrupted goes on with the parts
-that are missing. Before data is used it is verified (`data/verification.py`), once for each version
-of its files.
+--out` names it. A preparation that was interrupted goes on with the parts that are missing
+(`build.py`). Before data is used it is verified (`data/verification.py`), once for each version of
+its files.
 What it costs: the launcher of each node reads the size and the time of modification of each file at
 every start.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from titanlite.config.schema import DataConfig
@@ -25,7 +23,6 @@ from titanlite.data.prepared_manifest import FORMAT
 from titanlite.data.verification import verify_changed
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import Tokenizer
-from titanlite.tools.prepare.locks import hold
 from titanlite.tools.prepare.sources import (
     CONFIG_KEYS,
     STDLIB,
@@ -88,28 +85,17 @@ def prepare(
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = cache / f"{found.name}-{digest}"
     if not (folder / "manifest.json").exists():
-        with _hold(folder, log):
-            if not (folder / "manifest.json").exists():
-                # Once per text: other runs do without it
-                from titanlite.tools.prepare.build import Options, build
+        # Once per text: other runs do without it
+        from titanlite.tools.prepare.build import Options, build, hold
 
-                build([(source, found)], tokenizer, folder, Options(), log)
+        try:
+            with hold(folder, wait=True):
+                # Another process may have made it meanwhile
+                if not (folder / "manifest.json").exists():
+                    build([(source, found)], tokenizer, folder, Options(), log)
+        except OSError as error:  # the lock cannot be made: another user may own the cache
+            raise ConfigError(
+                f"data.cache = {str(cache)!r}: {error}; expected a writable folder"
+            ) from None
     verify_changed(folder)
     return folder
-
-
-@contextlib.contextmanager
-def _hold(folder: Path, log: Log) -> Iterator[None]:
-    """One of several processes prepares a folder, the others wait for it.
-
-    Raises ConfigError if the cache cannot be written; another user may own it.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(hold(folder, wait=log))
-        except OSError as error:
-            cache = str(folder.parent)
-            raise ConfigError(
-                f"data.cache = {cache!r}: {error}; expected a writable folder"
-            ) from None
-        yield

@@ -104,11 +104,6 @@ class Decompressed(io.RawIOBase):
             "unpack it",
         )
 
-    @property
-    def position(self) -> int:
-        """The number of compressed bytes that have been read."""
-        return self._file.tell()
-
     def readable(self) -> bool:
         return True
 
@@ -124,10 +119,10 @@ class Decompressed(io.RawIOBase):
         super().close()
 
 
-def decompression(stream: IO[bytes]) -> Decompressed | None:
-    """What is below the buffer of a stream of `open_file`; None if its file is not compressed."""
+def allowance_of(stream: IO[bytes]) -> Allowance | None:
+    """What a stream of `open_file` may still expand to; None if its file is not compressed."""
     if isinstance(stream, io.BufferedReader) and isinstance(stream.raw, Decompressed):
-        return stream.raw
+        return stream.raw.allowance
     return None
 
 

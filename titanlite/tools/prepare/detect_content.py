@@ -1,9 +1,9 @@
 """What a file contains: text, rows or token ids, and whether it is compressed.
 
-What it is: detection by the first bytes, and by the name (.bin, .idx, .jsonl) only where they are
-ambiguous. JSON lines and binary files are never read as text; the error for a known but unsupported
-format names it. A .bin may begin with any two ids, so that only marks of at least four bytes count
-there.
+What it is: detection by the first bytes, and by the name (.bin, .idx, .ds, .jsonl) only where they
+are ambiguous. JSON lines and binary files are never read as text; the error for a known but
+unsupported format names it. A .bin may begin with any two ids, so that only marks of at least four
+bytes count there.
 What it costs: 4 KB of each file are read, once per preparation; of a long first line of JSON up to
 1 MB.
 """
@@ -18,7 +18,7 @@ from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.prepare.compressed import COMPRESSIONS, damaged, open_file, unreadable
 from titanlite.tools.prepare.documents import BYTE_ORDER_MARK
-from titanlite.tools.prepare.sources import Source
+from titanlite.tools.prepare.sources import DATATROVE_COMPANIONS, Source
 
 SAMPLE = 4096  # bytes that are read
 LONG_LINE = 1 << 20  # and bytes of a first line of JSON that is longer
@@ -38,6 +38,7 @@ FOREIGN = {  # magic bytes -> (what it is, what to do)
 WEAK = 4  # bytes; shorter magic bytes may be the first ids of a .bin
 # Magic bytes, method, flags, time, level: RFC 1952
 GZIP = re.compile(rb"\x1f\x8b\x08[\x00-\x1f].{4}[\x00\x02\x04]", re.DOTALL)
+DATATROVE_FILES = tuple(f".ds{suffix}" for suffix in DATATROVE_COMPANIONS)
 MEGATRON = b"MMIDIDX\x00\x00"
 # An array of objects: Markdown and TOML can begin with [, too
 ARRAY = re.compile(rb'(\xef\xbb\xbf)?\s*\[\s*\{\s*"')
@@ -48,9 +49,13 @@ LLMC = {20240520: "<u2", 20240801: "<u4"}
 def detect(path: Path, source: Source) -> tuple[str, str]:
     """(kind, compression) of a file.
 
-    The kind is "" for Megatron's index, which is read with its .bin.
+    The kind is "" for a file that is read with another one: an index of Megatron or datatrove.
     Raises ConfigError for a file that is none of these, naming what it is if that is known.
     """
+    if path.suffix == ".ds":
+        return "datatrove", ""
+    if path.name.endswith(DATATROVE_FILES):
+        return "", ""
     compression = ""
     try:
         with path.open("rb") as file:

@@ -1,9 +1,9 @@
 """Documents, as every reader yields them.
 
 What it is: a reader is a function of a piece of a file (`job.py`) that yields documents in a fixed
-order, a `BadRow` for each that it cannot read, and a `Skipped` where it reads for long without
-either. There is one reader for text (`text_files.py`), one for rows (`rows.py`), and one for token
-ids that other programs wrote (`token_files.py`).
+order, and a `BadRow` for each that it cannot read. There is one reader for text (`text_files.py`),
+one for rows (`rows.py`), one for token ids (`token_files.py`) and one for datatrove's token ids
+(`datatrove_files.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from titanlite.tools.chat.conversation import Piece
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # at the start of a file, where it is not part of the text
-MAX_DOCUMENT = 1 << 26  # bytes of a row, and of a document that is filtered or compared
+MAX_DOCUMENT = 1 << 26  # bytes of a row, and of a text that is compared with others
 
 
 class Document(NamedTuple):
@@ -26,14 +26,13 @@ class Document(NamedTuple):
     split: str  # train or validation; hash: by the hash of the text
     blocks: Iterable[str] = ()
     ids: Iterable[np.ndarray[Any, Any]] | None = None  # instead of text, in blocks
+    enclosed: bool = False  # bos and eos are put around the ids
     prompt: str = ""  # before the text, and not a target
     pieces: tuple[Piece, ...] = ()  # of a conversation, whose whole text is the only block
-    rejected: tuple[Piece, ...] = ()  # of the other conversation of a pair, another document
     begins: bool = True  # the document begins here
     ends: bool = True
     label: str = ""  # in the fingerprint
     length: int = 0  # likewise
-    progress: int = 0  # bytes of the file that have been read when this document is asked for
 
 
 class BadRow(NamedTuple):
@@ -41,10 +40,3 @@ class BadRow(NamedTuple):
 
     row: int
     problem: str
-    progress: int = 0
-
-
-class Skipped(NamedTuple):
-    """Much that is no document: blank lines, empty texts, text that was only checked."""
-
-    progress: int = 0

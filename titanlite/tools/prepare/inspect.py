@@ -18,7 +18,6 @@ from titanlite.data.shards import Tokens
 from titanlite.data.verification import expected_files, unverified, verify
 from titanlite.runtime.errors import ConfigError, printable
 from titanlite.tokenizer.tokenizer import Tokenizer
-from titanlite.tools.prepare.filter_report import FilterReport
 
 SAMPLE_TOKENS = 60
 SPAN = 1 << 20  # tokens before a position that are searched for the start of its document, at first
@@ -89,17 +88,16 @@ def describe(manifest: dict[str, Any]) -> list[str]:
         masked = masked or any(shard["mask"] for shard in entry["shards"])
     if masked:
         lines.append("loss mask    yes: prompts are not targets")
-    if manifest.get("pairs"):
-        lines.append("pairs        each is two documents, the chosen answer and the rejected one")
+    if manifest.get("duplicates"):
+        lines.append(
+            f"duplicates   {manifest['duplicates']:,} documents that equal others were dropped"
+        )
     if rows["bad"]:
         lines.append(
             f"left out     {rows['bad']:,} of {rows['rows']:,} documents "
             "that could not be read, such as:"
         )
         lines += [f"  {example}" for example in rows["examples"]]
-    report = FilterReport.from_json(manifest["filters"])
-    if report.documents or report.rules:
-        lines += report.summary()
     return [printable(line) for line in lines]
 
 

@@ -61,12 +61,6 @@ class Table(NamedTuple):
     sizes: list[int]  # of each row group: compressed bytes of the columns that were asked for
 
 
-class Row(NamedTuple):
-    group: int
-    # Of each column: its text, a length that is too large, or another type
-    values: list[bytes | int | str | None]
-
-
 def installed() -> bool:
     """Whether the package pyarrow can be used."""
     return importlib.util.find_spec("pyarrow") is not None
@@ -80,9 +74,11 @@ def describe(path: str, columns: list[str]) -> Table:
 
 def read_rows(
     path: str, columns: list[str], groups: list[int], longest: int, lists: bool = False
-) -> Iterator[Row]:
-    """The rows of row groups, one at a time. Of a text of more than `longest` bytes only the length
-    is read. `lists`: a list is a text too, in JSON.
+) -> Iterator[list[bytes | int | str | None]]:
+    """The rows of row groups, one at a time.
+
+    A row has for each column its text, the length of a text of more than `longest` bytes, or the
+    name of another type. `lists`: a list is a text too, in JSON.
 
     Raises UnreadableParquet.
     """
@@ -98,7 +94,7 @@ def read_rows(
                         sent = isinstance(length, int) and length <= longest
                         values.append(_read(content, length) if sent else length)
                     done += 1
-                    yield Row(answer["group"], values)
+                    yield values
             return
         except OutOfMemory:
             if batch == 1:
@@ -265,7 +261,7 @@ def _answer(request: dict[str, Any], table: Any, base: int, output: IO[bytes]) -
     for group in request["groups"]:
         for batch in table.iter_batches(request["batch"], [group], columns, use_threads=False):
             if done >= request["skip"]:
-                _send_batch(output, request, group, [batch.column(name) for name in columns])
+                _send_batch(output, request, [batch.column(name) for name in columns])
             done += len(batch)
 
 
@@ -281,14 +277,14 @@ def _compressed_size(metadata: Any, group: int, columns: list[str]) -> int:
     return size
 
 
-def _send_batch(output: IO[bytes], request: dict[str, Any], group: int, columns: list[Any]) -> None:
+def _send_batch(output: IO[bytes], request: dict[str, Any], columns: list[Any]) -> None:
     """The lengths of all values, column by column, and then the bytes of those that are not too
     long, row by row.
     """
     lists = request["lists"]
     values = [[_value(scalar, lists) for scalar in column] for column in columns]
     lengths = [[_length(value) for value in column] for column in values]
-    _send(output, {"group": group, "columns": lengths})
+    _send(output, {"columns": lengths})
     for row in zip(*values, strict=True):
         for value in row:
             if isinstance(value, memoryview) and len(value) <= request["longest"]:

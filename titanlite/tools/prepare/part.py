@@ -1,21 +1,23 @@
 """One part of a job -> its shard files and a record of what was read.
 
-What it is: the work of one process, alone or among many on any machines. `tokenise_part` writes the
-shards of part i. If duplicates are to be removed, `read_part` comes first: it writes the signatures
-of all documents that the filters keep, and a byte for each document; when the duplicates among all
-parts are known (`merge.py`), `tokenise_part` follows.
+What it is: the work of one process. `tokenise_part` writes the shards of part i, and then its
+record: as long as that is absent, the part is to be made (again). If duplicates are to be dropped,
+`hash_part` comes first, for all parts: it writes a hash of each document, and `tokenise_part`
+follows when the duplicates among all parts are known (`duplicates.py`).
 What it costs: two thirds of the time is spent in tiktoken (`benchmarks/prepare.py`). Memory does
 not grow with the input: a block of text or ids, or one row, at a time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,24 +25,85 @@ from numpy.typing import NDArray
 from titanlite.data.prepared_manifest import token_dtype
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import replace_file
+from titanlite.runtime.typed_json import Count, Sha256
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.chat.conversation import Piece as ChatPiece
 from titanlite.tools.chat.conversation import encode
+from titanlite.tools.prepare.datatrove_files import datatrove_documents
 from titanlite.tools.prepare.documents import BadRow, Document
-from titanlite.tools.prepare.filter_report import Example, FilterReport
-from titanlite.tools.prepare.filters import rejection
-from titanlite.tools.prepare.inputs import check_inputs
-from titanlite.tools.prepare.job import HOLDOUT, NO_FILTERS, Job, Piece
-from titanlite.tools.prepare.readers import read_documents
-from titanlite.tools.prepare.records import SPLITS, read_record, record_path
-from titanlite.tools.prepare.shard_writer import HashedFile, ShardWriter
-from titanlite.tools.prepare.signatures import signature
+from titanlite.tools.prepare.duplicates import (
+    KEPT,
+    hash_document,
+    hashes_path,
+    kept_documents,
+)
+from titanlite.tools.prepare.job import HOLDOUT, IDS, Job, Piece
+from titanlite.tools.prepare.rows import row_documents
+from titanlite.tools.prepare.shard_writer import ShardWriter
+from titanlite.tools.prepare.text_files import text_documents
+from titanlite.tools.prepare.token_files import token_documents
 
 EXAMPLES = 5  # bad rows that are shown, of each part
-# What becomes of a document; HELD_OUT is kept before an equal KEPT one
-FILTERED, KEPT, DUPLICATE, HELD_OUT = range(4)
+SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 
-Progress = Callable[[int], object]
+
+class Example(TypedDict):
+    """A row that could not be read: its number from the place `begin` of the file on."""
+
+    file: str
+    begin: Count
+    row: Count
+    problem: str
+
+
+@dataclass
+class Counts:
+    """What was read of a part."""
+
+    rows: Count = 0
+    bad: Count = 0  # rows that could not be read
+    duplicates: Count = 0
+    examples: list[Example] = field(default_factory=list)  # of bad rows
+
+
+class FileEntry(TypedDict):
+    """A file of a shard."""
+
+    file: str
+    sha256: Sha256
+
+
+class Shard(FileEntry):
+    """A shard, as the manifest lists it."""
+
+    tokens: Count
+    documents: Count
+    starts: FileEntry
+    mask: FileEntry | None
+
+
+class Shards(TypedDict):
+    """The shard of each split."""
+
+    train: Shard
+    validation: Shard
+
+
+class TextBytes(TypedDict):
+    """The bytes of text of each split."""
+
+    train: Count
+    validation: Count
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """What a part consists of."""
+
+    counts: Counts
+    shards: Shards
+    text_bytes: TextBytes
+    fingerprint: Sha256
 
 
 class Digest(Protocol):
@@ -49,200 +112,114 @@ class Digest(Protocol):
     def update(self, data: bytes, /) -> None: ...
 
 
-def signatures_path(work: Path, part: int) -> Path:
-    return work / f"signatures-{part:05d}.bin"
+def record_path(work: Path, part: int) -> Path:
+    """The record of a part whose shards are complete."""
+    return work / f"part-{part:05d}.json"
 
 
-def verdicts_path(work: Path, part: int, final: bool = False) -> Path:
-    """A byte for each document: by the filters, or (`final`) also by the removal of duplicates."""
-    name = "kept" if final else "passed"
-    return work / f"{name}-{part:05d}.bin"
-
-
-def run_part(job: Job, work: Path, tokenizer: Tokenizer, part: int, progress: Progress) -> None:
-    """The next step of a part that is not done yet.
-
-    Raises ConfigError if its input has changed since the job began.
-    """
-    read = job.duplicates.remove != "none" and not verdicts_path(work, part, final=True).exists()
-    if record_path(work, part, read).exists():
-        return
-    check_inputs((piece.file for piece in job.pieces(part)), work)
-    if read:
-        read_part(job, work, tokenizer, part, progress)
+def run_part(job: Job, work: Path, tokenizer: Tokenizer, part: int) -> None:
+    """The next step of a part."""
+    if job.drop_duplicates and not (work / KEPT).exists():
+        hash_part(job, work, tokenizer, part)
     else:
-        tokenise_part(job, work, tokenizer, part, progress)
+        tokenise_part(job, work, tokenizer, part)
 
 
-class Tally:
-    """What was read and what was left out."""
+def read_documents(job: Job, piece: Piece, tokenizer: Tokenizer) -> Iterator[Document | BadRow]:
+    """The documents that begin in a piece.
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.rows = 0
-        self.bad = 0
-        self._advanced = 0  # progress within the document that is being read
-        self.examples: list[Example] = []  # of bad rows
-        self.report = FilterReport()
-
-    def documents(
-        self, part: int, tokenizer: Tokenizer, progress: Progress
-    ) -> Iterator[tuple[Piece, Document]]:
-        """The documents of a part.
-
-        Bad rows are counted here. Progress amounts to the size of each piece, if known.
-        """
-        for piece in self.job.pieces(part):
-            remaining = piece.end - piece.begin if piece.file.has_known_size else 1 << 62
-            for item in read_documents(self.job, piece, tokenizer):
-                self._advanced = 0
-                if isinstance(item, BadRow):
-                    self._count_bad(piece, item)
-                elif isinstance(item, Document):
-                    self.rows += 1
-                    yield piece, self._advancing(item, progress)
-                size = min(item.progress, remaining)
-                progress(max(0, size - self._advanced))
-                remaining -= size
-            if piece.file.has_known_size:
-                progress(remaining)
-
-    def _count_bad(self, piece: Piece, bad_row: BadRow) -> None:
-        self.rows += 1
-        self.bad += 1
-        if len(self.examples) < EXAMPLES:
-            self.examples.append(
-                {
-                    "file": piece.file.path,
-                    "row": bad_row.row,
-                    "begin": piece.begin,
-                    "text": bad_row.problem,
-                }
-            )
-
-    def _advancing(self, document: Document, progress: Progress) -> Document:
-        """The document; if its blocks come from a file, the progress advances with each of them."""
-        if not isinstance(document.blocks, Iterator):
-            return document
-
-        def blocks() -> Iterator[str]:
-            characters = 0
-            for block in document.blocks:
-                yield block
-                characters += len(block)
-                place = document.progress * characters // max(1, document.length)
-                progress(place - self._advanced)
-                self._advanced = place
-
-        return document._replace(blocks=blocks())
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "rows": self.rows,
-            "bad": self.bad,
-            "examples": self.examples,
-            "report": self.report.to_json(),
-        }
+    Raises ConfigError for a file that is damaged as a whole.
+    """
+    if piece.file.kind == "text":
+        return text_documents(piece, job.whole_documents)
+    if piece.file.kind == "datatrove":
+        return datatrove_documents(piece.file, tokenizer)
+    if piece.file.kind in IDS:
+        return token_documents(piece.file, tokenizer)
+    return row_documents(job, piece)
 
 
-def read_part(job: Job, work: Path, tokenizer: Tokenizer, part: int, progress: Progress) -> None:
-    """Filters the documents of a part and writes their signatures."""
-    tally = Tally(job)
-    signatures = HashedFile(signatures_path(work, part))
-    verdicts = HashedFile(verdicts_path(work, part))
-    try:
-        for piece, document in tally.documents(part, tokenizer, progress):
-            text = "".join(document.blocks)
-            rule = rejection(text, job.filters)
-            tally.report.count(text, rule, piece.file.path, document.row, piece.begin)
-            verdict = KEPT
-            if rule:
-                verdict = FILTERED
-            elif job.separate_validation and piece.file.split == "validation":
-                verdict = HELD_OUT
-            verdicts.write(bytes([verdict]))
-            if not rule:
-                signatures.write(signature(text, job.duplicates.remove == "near", document.prompt))
-        signatures.finish()
-        verdicts.finish()
-    except BaseException:
-        signatures.discard()
-        verdicts.discard()
-        raise
-    record = json.dumps(tally.as_json()).encode()
-    replace_file(record_path(work, part, read=True), record, shared=True)
+def hash_part(job: Job, work: Path, tokenizer: Tokenizer, part: int) -> None:
+    """Writes a hash of each document of a part."""
+    records = []
+    for piece in job.pieces(part):
+        held_out = job.separate_validation and piece.file.split == "validation"
+        for item in read_documents(job, piece, tokenizer):
+            if isinstance(item, Document):
+                content = hash_document("".join(item.blocks), item.prompt)
+                records.append(content + bytes([held_out]))
+    replace_file(hashes_path(work, part), b"".join(records))
 
 
-def tokenise_part(
-    job: Job, work: Path, tokenizer: Tokenizer, part: int, progress: Progress
-) -> None:
-    """Writes the shards of a part, and then its record."""
+def tokenise_part(job: Job, work: Path, tokenizer: Tokenizer, part: int) -> None:
+    """Writes the shards of a part, and then its record.
+
+    Raises ConfigError if the tokenizer is not that of the job.
+    """
     if tokenizer.sha256 != job.tokenizer_sha256:
         raise ConfigError(
             f"{tokenizer.path}: has SHA-256 {tokenizer.sha256[:8]}, not {job.tokenizer_sha256[:8]}"
         )
-    dtype = token_dtype(tokenizer.size)
     masked = bool(job.prompt_field or job.chat.template)
-    writers = {split: ShardWriter(work, split, part, dtype, masked) for split in SPLITS}
+    dtype = token_dtype(tokenizer.size)
+    writers: dict[str, ShardWriter] = {}
+    for split in SPLITS:
+        writers[split] = ShardWriter(work, split, part, dtype, masked)
     digest = hashlib.sha256(tokenizer.sha256.encode())
-    tally = Tally(job)
-    verdicts = None
-    if job.duplicates.remove != "none":
-        verdicts = np.fromfile(verdicts_path(work, part, final=True), np.uint8)
+    counts = Counts()
     # Once: of 128,000 ids this takes as long as many documents
     token_bytes = np.asarray(tokenizer.token_bytes)
-    count = 0
     try:
-        for piece, document in tally.documents(part, tokenizer, progress):
-            verdict = None
-            if verdicts is not None:
-                if count == len(verdicts):
-                    raise _other_documents(job, part)
-                verdict = int(verdicts[count])
-            if _stays(tally, piece, document, verdict):
-                _write(document, tokenizer, writers, digest, token_bytes)
-            count += 1
-        if verdicts is not None and count < len(verdicts):
-            raise _other_documents(job, part)
+        for document in _documents(job, work, tokenizer, part, counts):
+            _write(document, tokenizer, writers, digest, token_bytes)
         shards = {split: writer.finish() for split, writer in writers.items()}
     except BaseException:
         for writer in writers.values():
             writer.discard()
         raise
-    record = tally.as_json()
-    if verdicts is not None:  # `read_part` has counted what the filters reject
-        report = read_record(job, work, part, read=True).report
-        report.add(tally.report)
-        record["report"] = report.to_json()
-    text_bytes = {split: writer.text_bytes for split, writer in writers.items()}
-    record |= {"shards": shards, "text_bytes": text_bytes, "fingerprint": digest.hexdigest()}
-    replace_file(record_path(work, part), json.dumps(record).encode(), shared=True)
+    record = {  # a PartRecord
+        "counts": dataclasses.asdict(counts),
+        "shards": shards,
+        "text_bytes": {split: writer.text_bytes for split, writer in writers.items()},
+        "fingerprint": digest.hexdigest(),
+    }
+    replace_file(record_path(work, part), json.dumps(record).encode())
 
 
-def _other_documents(job: Job, part: int) -> ConfigError:
-    names = list(dict.fromkeys(piece.file.path for piece in job.pieces(part)))
-    others = ""
-    if len(names) > 1:
-        others = f" or {len(names) - 1} others"
-    return ConfigError(
-        f"{names[0]}{others}: has another number of documents than before; repeat the command"
-    )
-
-
-def _stays(tally: Tally, piece: Piece, document: Document, verdict: int | None) -> bool:
-    """Whether a document is kept; counts it if it is not."""
-    if verdict is not None:
-        if verdict == DUPLICATE:
-            tally.report.drop(
-                "".join(document.blocks), "duplicate", piece.file.path, document.row, piece.begin
-            )
-        return verdict == KEPT
-    if tally.job.filters == NO_FILTERS or document.ids is not None:
-        return True
-    text = "".join(document.blocks)
-    rule = rejection(text, tally.job.filters)
-    tally.report.count(text, rule, piece.file.path, document.row, piece.begin)
-    return not rule
+def _documents(
+    job: Job, work: Path, tokenizer: Tokenizer, part: int, counts: Counts
+) -> Iterator[Document]:
+    """The documents of a part that stay. Counts them and the others."""
+    stays = None
+    if job.drop_duplicates:
+        stays = kept_documents(job, work, part)
+    count = 0
+    for piece in job.pieces(part):
+        for item in read_documents(job, piece, tokenizer):
+            counts.rows += 1
+            if isinstance(item, BadRow):
+                counts.bad += 1
+                if len(counts.examples) < EXAMPLES:
+                    counts.examples.append(
+                        {
+                            "file": piece.file.path,
+                            "begin": piece.begin,
+                            "row": item.row,
+                            "problem": item.problem,
+                        }
+                    )
+                continue
+            count += 1
+            if stays is None or (count <= len(stays) and stays[count - 1]):
+                yield item
+            else:
+                counts.duplicates += 1
+    if stays is not None and count != len(stays):
+        name = next(job.pieces(part)).file.path
+        raise ConfigError(
+            f"{name} or a file after it: has another number of documents than before; "
+            "repeat the command"
+        )
 
 
 def _write(
@@ -254,7 +231,7 @@ def _write(
 ) -> None:
     """Appends a document to the shard of its split: bos, prompt, text, eos.
 
-    Ids of others are appended as they are.
+    Ids of others are appended as they are, or between bos and eos.
     """
     content: Iterator[Any] = iter(document.blocks if document.ids is None else document.ids)
     split = document.split
@@ -273,27 +250,35 @@ def _write(
         writer.begin_document()
     if document.pieces:
         _write_conversation(document.pieces, tokenizer, writer, digest)
-        if document.rejected:
-            writer.begin_document()
-            _write_conversation(document.rejected, tokenizer, writer, digest)
         return
+    enclosed = document.ids is None or document.enclosed
+    if enclosed and document.begins:
+        writer.write([tokenizer.bos], targets=not document.prompt)
     if document.ids is not None:
         _write_ids(content, writer, digest, token_bytes)
-        return
-    if document.begins:
-        writer.write([tokenizer.bos], targets=not document.prompt)
-    if document.prompt:
-        digest.update(document.prompt.encode())
-        writer.write(tokenizer.encode(document.prompt), targets=False)
+    else:
+        _write_text(document.prompt, content, tokenizer, writer, digest)
+    if enclosed and document.ends:
+        writer.write([tokenizer.eos])
+
+
+def _write_text(
+    prompt: str,
+    blocks: Iterator[str],
+    tokenizer: Tokenizer,
+    writer: ShardWriter,
+    digest: Digest,
+) -> None:
+    if prompt:
+        digest.update(prompt.encode())
+        writer.write(tokenizer.encode(prompt), targets=False)
     if tokenizer.whole_documents:
-        content = iter(["".join(content)])
-    for block in content:
+        blocks = iter(["".join(blocks)])
+    for block in blocks:
         data = block.encode()
         digest.update(data)
         writer.text_bytes += len(data)
         writer.write(tokenizer.encode(block))
-    if document.ends:
-        writer.write([tokenizer.eos])
 
 
 def _write_conversation(
@@ -312,12 +297,6 @@ def _write_conversation(
         position += length
 
 
-def _split_of(data: bytes) -> str:
-    """Held out is one document of HOLDOUT, by a hash of its content."""
-    number = int.from_bytes(hashlib.sha256(data).digest(), "big")
-    return "validation" if number % HOLDOUT == 0 else "train"
-
-
 def _write_ids(
     blocks: Iterator[NDArray[np.integer]],
     writer: ShardWriter,
@@ -329,3 +308,9 @@ def _write_ids(
         digest.update(ids.tobytes())
         writer.text_bytes += int(token_bytes[ids].sum())
         writer.write(ids)
+
+
+def _split_of(data: bytes) -> str:
+    """Held out is one document of HOLDOUT, by a hash of its content."""
+    number = int.from_bytes(hashlib.sha256(data).digest(), "big")
+    return "validation" if number % HOLDOUT == 0 else "train"

@@ -10,36 +10,28 @@ prompt, is a bad row.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.chat.conversation import ChatEncoder, messages_of
-from titanlite.tools.chat.conversation import Piece as ChatPiece
 from titanlite.tools.chat.template import ChatTemplate, Message
 from titanlite.tools.prepare.compressed import (
     LINE,
     ROW,
     Allowance,
     ExpandsTooFar,
+    allowance_of,
     damaged,
-    decompression,
     open_file,
     unreadable,
 )
-from titanlite.tools.prepare.documents import (
-    BYTE_ORDER_MARK,
-    MAX_DOCUMENT,
-    BadRow,
-    Document,
-    Skipped,
-)
-from titanlite.tools.prepare.filter_report import Example
-from titanlite.tools.prepare.job import REJECTED, ChatConfig, File, Job, Piece
+from titanlite.tools.prepare.documents import BYTE_ORDER_MARK, MAX_DOCUMENT, BadRow, Document
+from titanlite.tools.prepare.hub_rows import hub_problem, open_hub
+from titanlite.tools.prepare.job import ChatConfig, File, Job, Piece
 from titanlite.tools.prepare.parquet_reader import (
     Table,
     UnreadableParquet,
@@ -47,19 +39,17 @@ from titanlite.tools.prepare.parquet_reader import (
     installed,
     read_rows,
 )
-from titanlite.tools.prepare.sources import HUB
 
-# Bytes that are read at a time, and after which progress is reported also without a document
-COUNTED = 1 << 22
+BLOCK = 1 << 22  # bytes that are read at a time where lines are only counted
 LISTS = ("list<", "large_list<")  # how the type of a column of lists begins, in Parquet
 
 
-def row_documents(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
+def row_documents(job: Job, piece: Piece) -> Iterator[Document | BadRow]:
     """The rows that begin in a piece.
 
     Raises ConfigError for a file that is damaged as a whole, or expands too far.
     """
-    read: dict[str, Callable[[Job, Piece], Iterator[Document | BadRow | Skipped]]]
+    read: dict[str, Callable[[Job, Piece], Iterator[Document | BadRow]]]
     read = {"jsonl": _json_lines, "parquet": _parquet, "hf": _hub}
     return read[piece.file.kind](job, piece)
 
@@ -70,48 +60,21 @@ def _encoder(chat: ChatConfig) -> ChatEncoder:
     return ChatEncoder(template, chat.special, chat.control)
 
 
-def _conversation(row: int, values: Any, job: Job, split: str) -> Document | BadRow | None:
-    """The document of a row with messages, or with a prompt and its answer; or with a pair of
-    these.
-    """
+def _conversation(row: int, values: Any, job: Job, split: str) -> Document | BadRow:
+    """The document of a row with messages, or with a prompt and its answer."""
     try:
-        pieces = _pieces(values, job.field, job)
-        rejected: tuple[ChatPiece, ...] = ()
-        if job.chat.pairs:
-            rejected = _pieces(values, REJECTED, job)
-            _require_pair(pieces, rejected)
-    except ValueError as error:
-        return BadRow(row, str(error))
-    text = "".join(piece.text for piece in (*pieces, *rejected))
-    return Document(row, split, (text,), pieces=pieces, rejected=rejected, length=len(text))
-
-
-def _pieces(values: dict[str, Any], field: str, job: Job) -> tuple[ChatPiece, ...]:
-    """The parts of the conversation in a row's field. Raises ValueError with the reason."""
-    try:
-        messages = _messages(values, field, job.prompt_field)
+        messages = _messages(values, job.field, job.prompt_field)
         pieces = _encoder(job.chat).pieces(messages, last_only=job.chat.last_only)
-        size = sum(len(piece.text.encode("utf-8")) for piece in pieces)
+        text = "".join(piece.text for piece in pieces)
+        size = len(text.encode("utf-8"))
     except (ValueError, RecursionError) as error:
         prompt = f" with {job.prompt_field!r}" if job.prompt_field else ""
-        raise ValueError(f"field {field!r}{prompt}: {error}") from None
+        return BadRow(row, f"field {job.field!r}{prompt}: {error}")
     if size > MAX_DOCUMENT:
-        raise ValueError(f"a conversation of {size} bytes, more than {MAX_DOCUMENT}")
+        return BadRow(row, f"a conversation of {size} bytes, more than {MAX_DOCUMENT}")
     if not any(piece.target for piece in pieces):
-        raise ValueError(f"field {field!r}: no message is the assistant's")
-    return tuple(pieces)
-
-
-def _require_pair(chosen: Sequence[ChatPiece], rejected: Sequence[ChatPiece]) -> None:
-    """Raises ValueError unless these are two answers to one prompt."""
-    if chosen == rejected:
-        raise ValueError("both answers are the same")
-    prompts = []
-    for pieces in (chosen, rejected):
-        before = itertools.takewhile(lambda piece: not piece.target, pieces)
-        prompts.append("".join(piece.text for piece in before))
-    if prompts[0] != prompts[1]:
-        raise ValueError(f"{REJECTED!r} answers another prompt than the chosen answer")
+        return BadRow(row, f"field {job.field!r}: no message is the assistant's")
+    return Document(row, split, (text,), pieces=tuple(pieces), length=len(text))
 
 
 def _messages(values: dict[str, Any], field: str, prompt_field: str) -> list[Message]:
@@ -187,7 +150,7 @@ def _document(row: int, values: Any, job: Job, split: str) -> Document | BadRow 
     return Document(row, split, (text,), prompt=prompt, label=label, length=len(text))
 
 
-def _json_lines(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
+def _json_lines(job: Job, piece: Piece) -> Iterator[Document | BadRow]:
     """The lines that begin in the piece.
 
     Blank lines are passed over, and counted for line numbers.
@@ -196,36 +159,30 @@ def _json_lines(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]
     row = 0
     try:
         with open_file(Path(file.path), file.compression) as stream:
-            compressed = decompression(stream)
+            allowance = allowance_of(stream)
+            offset = 0  # in the text
             if piece.begin:  # the line that begins before the piece belongs to the one before
                 stream.seek(piece.begin - 1)
                 _skip_line(stream)
-            offset = 0 if compressed else stream.tell()  # in the text
-            offset_reported = offset
-            place_reported = offset  # in the file, which for compressed text is another place
-            while compressed or offset < piece.end:
+                offset = stream.tell()
+            while allowance or offset < piece.end:
                 line = stream.readline(MAX_DOCUMENT + 1)
                 if not line:
                     break
                 offset += len(line)
-                item: Document | BadRow | Skipped | None = None
                 too_long = len(line) > MAX_DOCUMENT and not line.endswith(b"\n")
                 if row == 0 and piece.begin == 0:
                     line = line.removeprefix(BYTE_ORDER_MARK)
+                item: Document | BadRow | None = None
                 if too_long:
                     offset += _skip_line(stream)
                     item = BadRow(row, f"a line of more than {MAX_DOCUMENT} bytes")
                 elif line.strip():
                     item = _line(row, line, job, file.split)
-                if compressed:
-                    compressed.allowance.spend(LINE)
-                if item is None and offset - offset_reported >= COUNTED:
-                    item = Skipped()
+                if allowance:
+                    allowance.spend(LINE)
                 if item is not None:
-                    place = compressed.position if compressed else offset
-                    yield item._replace(progress=place - place_reported)
-                    place_reported = place
-                    offset_reported = offset
+                    yield item
                 row += 1
     except damaged() as error:
         if not file.compression:
@@ -248,14 +205,14 @@ def _line(row: int, line: bytes, job: Job, split: str) -> Document | BadRow | No
 def _skip_line(stream: IO[bytes]) -> int:
     """Reads to the end of the line; returns its bytes."""
     size = 0
-    while block := stream.readline(COUNTED):
+    while block := stream.readline(BLOCK):
         size += len(block)
         if block.endswith(b"\n"):
             break
     return size
 
 
-def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
+def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow]:
     """The rows of the row groups that begin in the piece: `_group_bounds`."""
     file = piece.file
     columns = job.columns
@@ -273,30 +230,17 @@ def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
         size_of_groups, f"each row counts {ROW} bytes", "write Parquet as JSON lines"
     )
     row = 0
-    skipped = 0  # bytes that counted since something was yielded
-    reported = bounds[groups[0]]  # a place in the file
-    starts = itertools.accumulate((table.rows[group] for group in groups), initial=0)
-    first_row = dict(zip(groups, starts, strict=False))  # the last start is the number of rows
     try:
         is_chat = bool(job.chat.template)
-        for group, values in read_rows(file.path, columns, groups, MAX_DOCUMENT, is_chat):
-            size = ROW + sum(_length(value) for value in values)
-            allowance.spend(size)
-            skipped += size
-            item: Document | BadRow | Skipped | None
+        for values in read_rows(file.path, columns, groups, MAX_DOCUMENT, is_chat):
+            allowance.spend(ROW + sum(_length(value) for value in values))
             item = _parquet_document(row, table.types, values, job, file.split)
             row += 1
-            if item is None and skipped >= COUNTED:
-                item = Skipped()
             if item is not None:
-                share = min(1.0, (row - first_row[group]) / table.rows[group])
-                place = bounds[group] + int(share * (bounds[group + 1] - bounds[group]))
-                yield item._replace(progress=place - reported)
-                reported = place
-                skipped = 0
+                yield item
     except (UnreadableParquet, ExpandsTooFar) as error:
         problem = "" if isinstance(error, ExpandsTooFar) else "damaged Parquet data: "
-        number = first_row_number(job, piece) + row
+        number = first_row_number(piece) + row
         raise ConfigError(f"{file.path}: row {number}: {problem}{error}") from None
 
 
@@ -371,69 +315,13 @@ def _hub(job: Job, piece: Piece) -> Iterator[Document | BadRow]:
             data = data.shard(num_shards=data.num_shards, index=int(index))
         for row, values in enumerate(data):
             item = _document(row, values, job, piece.file.split)
-            if isinstance(item, Document):
-                size = sum(len(text.encode()) for text in (item.prompt, *item.blocks))
-                item = item._replace(progress=size)
             if item is not None:
                 yield item
     except Exception as error:  # datasets raises whatever its readers raise
-        raise _hub_problem(spec, error) from None
+        raise hub_problem(spec, error) from None
 
 
-def _hub_problem(spec: str, error: Exception) -> ConfigError:
-    """What `datasets` raised, as a message of one line."""
-    first_line = (str(error) or "?").splitlines()[0]
-    return ConfigError(f"{spec}: {type(error).__name__}: {first_line}")
-
-
-@functools.lru_cache(4)
-def open_hub(spec: str) -> Any:
-    """A streamed data set `hf:NAME[:CONFIG[:SPLIT]]`. Raises ConfigError if there is none."""
-    name, config, split = (*spec.removeprefix(HUB).split(":"), "", "")[:3]
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError(
-            f"{spec}: needs the package datasets: pip install 'titanlite[hf]'"
-        ) from None
-    try:
-        # From save_to_disk
-        if Path(name, "state.json").is_file() or Path(name, "dataset_dict.json").is_file():
-            data = datasets.load_from_disk(name)
-            if isinstance(data, dict):
-                data = data[split or "train"]
-            return data.to_iterable_dataset(num_shards=max(1, len(data.cache_files)))
-        return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
-    except Exception as error:  # not found, no network, a wrong config or split, a damaged file
-        raise _hub_problem(spec, error) from None
-
-
-def numbered(job: Job, examples: list[Example]) -> list[Example]:
-    """Examples with the row's number in its file in place of that in the piece from `begin` on.
-
-    Only for those that are shown, after all parts: the lines before a piece have to be read and
-    counted.
-    """
-    files = {file.path: file for file in job.files}
-    with_numbers: list[Example] = []
-    for example in examples:
-        file = files[example["file"]]
-        begin = example["begin"]
-        row = first_row_number(job, Piece(file, begin, file.size)) + example["row"]
-        with_numbers.append({"file": file.path, "row": row, "text": example["text"]})
-    return with_numbers
-
-
-def hub_columns(spec: str) -> list[str]:
-    """The columns of a data set. If it does not list them, its first row is read."""
-    data = open_hub(spec)
-    try:
-        return list(data.column_names or next(iter(data), {}))
-    except Exception as error:  # datasets raises whatever its readers raise
-        raise _hub_problem(spec, error) from None
-
-
-def first_row_number(job: Job, piece: Piece) -> int:
+def first_row_number(piece: Piece) -> int:
     """The number of a piece's first row in its file, from 1 on.
 
     A piece within a JSONL file has to count lines.
@@ -445,7 +333,7 @@ def first_row_number(job: Job, piece: Piece) -> int:
             stream.seek(0)
             number = 1
             while remaining > 0:
-                block = stream.read(min(COUNTED, remaining))
+                block = stream.read(min(BLOCK, remaining))
                 if not block:  # the file has become shorter
                     break
                 number += block.count(b"\n")

@@ -26,6 +26,7 @@ from titanlite.runtime.errors import ConfigError
 
 STDLIB = "python-stdlib"
 HUB = "hf:"
+DATATROVE_COMPANIONS = (".index", ".metadata", ".loss")
 NO_CORPUS = {
     "test",
     "tests",
@@ -181,21 +182,31 @@ def _with_size(path: Path, relative: str) -> FoundFile:
     return FoundFile(str(path), relative, status.st_size, status.st_mtime_ns)
 
 
-def index_of(path: str, relative: str) -> FoundFile | None:
-    """Megatron's index, which is read with the .bin file beside it; None if there is none."""
-    index = Path(path).with_suffix(".idx")
-    if not path.endswith(".bin") or not index.is_file():
-        return None
-    return _with_size(index, str(PurePosixPath(relative).with_suffix(".idx")))
+def with_companions(file: FoundFile) -> list[FoundFile]:
+    """A file and those that are read with it.
+
+    They are Megatron's index of a .bin, and datatrove's index and description of a .ds.
+    """
+    path = Path(file.path)
+    names = []
+    if path.suffix == ".bin":
+        names = [path.with_suffix(".idx").name]
+    elif path.suffix == ".ds":
+        names = [path.name + suffix for suffix in DATATROVE_COMPANIONS]
+    relative = PurePosixPath(file.relative)
+    files = [file]
+    for name in names:
+        if path.with_name(name).is_file():
+            files.append(_with_size(path.with_name(name), str(relative.with_name(name))))
+    return files
 
 
 def versions(files: Iterable[FoundFile]) -> list[tuple[str, int, int]]:
-    """(relative path, size, time) of all files that are read: these, and their indexes."""
+    """(relative path, size, time) of all files that are read: these, and their companions."""
     listed = {file.path: file for file in files}
     for file in list(listed.values()):
-        index = index_of(file.path, file.relative)
-        if index:
-            listed.setdefault(index.path, index)
+        for companion in with_companions(file):
+            listed.setdefault(companion.path, companion)
     return [(file.relative, file.size, file.mtime_ns) for file in listed.values()]
 
 

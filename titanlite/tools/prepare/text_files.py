@@ -13,51 +13,31 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.prepare.compressed import damaged, decompression, open_file, unreadable
-from titanlite.tools.prepare.documents import (
-    BYTE_ORDER_MARK,
-    MAX_DOCUMENT,
-    BadRow,
-    Document,
-    Skipped,
-)
+from titanlite.tools.prepare.compressed import damaged, open_file, unreadable
+from titanlite.tools.prepare.documents import BYTE_ORDER_MARK, MAX_DOCUMENT, BadRow, Document
 from titanlite.tools.prepare.job import HOLDOUT, File, Piece
 
 BLOCK = 400_000  # bytes of text that are tokenised at a time
-# Bytes of compressed text, after which the check that it is text reports its progress
-CHECKED = 1 << 24
 
 
-def text_documents(piece: Piece, joined: bool) -> Iterator[Document | BadRow | Skipped]:
+def text_documents(piece: Piece, joined: bool) -> Iterator[Document | BadRow]:
     """The document of a file, or the two, or the ranges of them that are in this piece.
 
-    For a compressed file, the check that it is text is half of the progress.
-
-    `joined`: each document in one block, because it will be filtered or compared.
+    `joined`: each document in one block, because it is compared or encoded as a whole.
     Raises ConfigError if compressed data is damaged, or a file that is cut into pieces is not text.
     """
     file = piece.file
     size = file.size  # bytes of text
-    unreported = file.size  # of the progress, in bytes of the file
     if piece.whole:
-        size = 0
-        checked = 0  # bytes of text that are reported
-        for block in _check(file):
-            if block.problem:
-                yield BadRow(0, block.problem, unreported)
-                return
-            size += block.size
-            if file.compression and size - checked >= CHECKED:
-                checked = size
-                still_unreported = file.size - block.position // 2
-                yield Skipped(unreported - still_unreported)
-                unreported = still_unreported
+        problem, size = _check(file)
+        if problem:
+            yield BadRow(0, problem)
+            return
     if joined and size > MAX_DOCUMENT:
-        problem = f"a document of {size} bytes; to filter or compare it, at most {MAX_DOCUMENT}"
-        yield BadRow(0, problem, unreported)
+        yield BadRow(0, f"a document of {size} bytes; to compare it, at most {MAX_DOCUMENT}")
         return
 
     # The piece, from line end to line end
@@ -92,7 +72,6 @@ def text_documents(piece: Piece, joined: bool) -> Iterator[Document | BadRow | S
             ends=end == last,
             label=file.relative,
             length=end - begin,
-            progress=(end - begin) * unreported // max(1, size),
         )
         row += 1
 
@@ -107,38 +86,25 @@ def read_texts(files: list[File]) -> Iterator[str]:
             yield _decode(block, file)
 
 
-class Checked(NamedTuple):
-    """A block of a file of which all bytes must be text."""
-
-    problem: str
-    size: int
-    position: int  # compressed bytes up to its end
-
-
-def _check(file: File) -> Iterator[Checked]:
-    """Reads a file up to its end or the first problem."""
+def _check(file: File) -> tuple[str, int]:
+    """Why a file is not text, "" if it is, and the bytes that were read."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    offset = 0
+    size = 0
     with _open(file) as stream:
-        compressed = decompression(stream)
         while True:
             block = _read_some(stream, BLOCK, file)
-            position = compressed.position if compressed else 0
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                problem = f"not UTF-8 text ({error.reason} near byte {offset + error.start})"
-                yield Checked(problem, len(block), position)
-                return
+                return f"not UTF-8 text ({error.reason} near byte {size + error.start})", size
             if "\0" in text:
-                place = f"byte {offset + block.find(0)}"
-                problem = f"contains a NUL byte near {place}, so it is not text"
-                yield Checked(problem, len(block), position)
-                return
+                return (
+                    f"contains a NUL byte near byte {size + block.find(0)}, so it is not text",
+                    size,
+                )
             if not block:
-                return
-            offset += len(block)
-            yield Checked("", len(block), position)
+                return "", size
+            size += len(block)
 
 
 def _open(file: File) -> IO[bytes]:

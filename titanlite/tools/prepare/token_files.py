@@ -14,7 +14,7 @@ memory at a time.
 
 from __future__ import annotations
 
-import bisect
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.detect_content import LLMC, MEGATRON
 from titanlite.tools.prepare.documents import Document
-from titanlite.tools.prepare.job import HOLDOUT, File, Piece
+from titanlite.tools.prepare.job import HOLDOUT, File
 
 # Ids that are read at a time; also the most that are hashed to choose a document's split
 BLOCK = 1 << 20
@@ -45,41 +45,28 @@ class Layout(NamedTuple):
     dtype: np.dtype[Any]
     offset: int  # bytes of the header
     num_ids: int
+    made_with: str = ""  # what another file says of the tokenizer
 
 
-def token_documents(piece: Piece, tokenizer: Tokenizer) -> Iterator[Document]:
-    """The documents that begin in a piece.
+def token_documents(file: File, tokenizer: Tokenizer) -> Iterator[Document]:
+    """The documents of a file.
 
     Raises ConfigError for a damaged file, or an id beyond the vocabulary.
     """
-    file = piece.file
     layout = token_layout(file.path, file.size, tokenizer)
-    low = _first_id(layout, piece.begin)
-    high = _first_id(layout, piece.end)
-    if file.kind == "megatron":
-        bounds = indexed_documents(file, layout, low, high)
-    else:
-        bounds = _bounds(file, layout, tokenizer, low, high)
     if file.split == "tail":
         cut = layout.num_ids - layout.num_ids // HOLDOUT
         bounds = iter([(0, cut, "train"), (cut, layout.num_ids, "validation")])
+    elif file.kind == "megatron":
+        bounds = ((begin, end, file.split) for begin, end in indexed_documents(file, layout))
+    else:
+        bounds = ((begin, end, file.split) for begin, end in _delimited(file, layout, tokenizer))
     row = 0
     for begin, end, split in bounds:
-        if low <= begin < high and begin < end:
-            blocks = _read(file, layout, begin, end, tokenizer)
-            size = (end - begin) * layout.dtype.itemsize
-            yield Document(row, split, (), blocks, label="ids", length=end - begin, progress=size)
+        if begin < end:
+            blocks = read_ids(file, layout, begin, end, tokenizer)
+            yield Document(row, split, (), blocks, label="ids", length=end - begin)
             row += 1
-        elif begin >= high:
-            break
-
-
-def _first_id(layout: Layout, place: int) -> int:
-    """The index of the first id from a byte of the file on. The header belongs to the first id."""
-    if place == 0:
-        return 0
-    ids_before = -((layout.offset - place) // layout.dtype.itemsize)  # rounded up
-    return max(1, ids_before)
 
 
 def token_layout(path: str, size: int, tokenizer: Tokenizer) -> Layout:
@@ -126,7 +113,9 @@ def has_documents(file: File, tokenizer: Tokenizer) -> bool:
     return bool(np.isin(ids, [tokenizer.bos, tokenizer.eos]).any())
 
 
-def _read(file: File, layout: Layout, begin: int, end: int, tokenizer: Tokenizer) -> Iterator[Ids]:
+def read_ids(
+    file: File, layout: Layout, begin: int, end: int, tokenizer: Tokenizer
+) -> Iterator[Ids]:
     """Ids begin to end in blocks. Raises ConfigError for one beyond the vocabulary."""
     for start in range(begin, end, BLOCK):
         count = min(BLOCK, end - start)
@@ -141,40 +130,28 @@ def _read(file: File, layout: Layout, begin: int, end: int, tokenizer: Tokenizer
             raise ConfigError(
                 f"{file.path}: id {ids[first]} at byte {place}; expected ids below "
                 f"{tokenizer.size}, the size of the tokenizer {tokenizer.path}: "
-                "was the file made with another one?"
+                f"was the file made with another one{layout.made_with}?"
             )
         yield ids
 
 
-def _bounds(
-    file: File, layout: Layout, tokenizer: Tokenizer, low: int, high: int
-) -> Iterator[tuple[int, int, str]]:
-    """(first id, end, split) of each document that begins from id `low` to `high` - 1.
-
-    Reads no further than the end of the last of them.
-    """
+def _delimited(file: File, layout: Layout, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
+    """(first id, end) of each document, between occurrences of bos or eos."""
     first = np.fromfile(file.path, layout.dtype, 1, offset=layout.offset)
+    delimiter = tokenizer.eos
+    after = 1  # it ends a document, and the next one begins after it
     if len(first) and int(first[0]) in (tokenizer.bos, tokenizer.eos):
         delimiter = int(first[0])
-        after = 0  # the delimiter begins a document
-    else:
-        delimiter = tokenizer.eos
-        after = 1  # it ends one, and the next document begins after it
-    begin = 0 if low == 0 else None  # None: within a document that begins before `low`
-    for start in range(max(0, low - after), layout.num_ids, BLOCK):
-        if begin is None and start + after >= high:
-            return
+        after = 0  # it begins one
+    begin = 0
+    for start in range(0, layout.num_ids, BLOCK):
         offset = layout.offset + start * layout.dtype.itemsize
         ids = np.fromfile(file.path, layout.dtype, BLOCK, offset=offset)
         for place in np.flatnonzero(ids == delimiter):
-            cut = start + int(place) + after
-            if begin is not None and begin < cut:
-                yield begin, cut, file.split
-            begin = cut
-            if begin >= high:
-                return
-    if begin is not None and begin < layout.num_ids:
-        yield begin, layout.num_ids, file.split
+            end = start + int(place) + after
+            yield begin, end
+            begin = end
+    yield begin, layout.num_ids
 
 
 def _header(index: Path) -> tuple[int, int, int]:
@@ -201,18 +178,11 @@ class Index(NamedTuple):
     pointers: Ids  # (sequences,): the byte at which each begins
     bounds: Ids  # (documents + 1,): the first sequence of each document, and the end
 
-    def start(self, sequence: int, itemsize: int) -> int:
-        """The byte at which a sequence begins: where the one before it ends."""
-        if sequence == 0:
+    def end(self, sequence: int, itemsize: int) -> int:
+        """The byte at which a sequence ends; 0 for the one before the first."""
+        if sequence < 0:
             return 0
-        return int(self.pointers[sequence - 1]) + int(self.sizes[sequence - 1]) * itemsize
-
-    def document(self, number: int, itemsize: int) -> int:
-        """The byte at which a document begins."""
-        sequence = int(self.bounds[number])
-        if not 0 <= sequence <= len(self.sizes):
-            raise self.disorder()
-        return self.start(sequence, itemsize)
+        return int(self.pointers[sequence]) + int(self.sizes[sequence]) * itemsize
 
     def disorder(self) -> ConfigError:
         first = INDEX_HEADER.itemsize + 12 * len(self.sizes)
@@ -243,41 +213,21 @@ def _open_index(path: Path) -> Index:
     return index
 
 
-def indexed_documents(
-    file: File, layout: Layout, low: int, high: int
-) -> Iterator[tuple[int, int, str]]:
-    """(first id, end, split) of each document of a Megatron file from id `low` to `high` - 1.
+def indexed_documents(file: File, layout: Layout) -> Iterator[tuple[int, int]]:
+    """(first id, end) of each document of a Megatron file.
 
-    Only their part of the index is read and checked; the parts of all pieces are the whole index,
-    also of a damaged one. Raises ConfigError if index and file do not fit.
+    Raises ConfigError if index and file do not fit.
     """
     index = _open_index(Path(file.path).with_suffix(".idx"))
     itemsize = layout.dtype.itemsize
-
-    def begin_of(document: int) -> int:
-        return index.document(document, itemsize)
-
-    # Documents begin in order, so that those from `low` to `high` are found by bisection
-    documents = range(max(0, len(index.bounds) - 1))
-    first = 0
-    if low > 0:
-        first = bisect.bisect_left(documents, low * itemsize, key=begin_of)
-    last = bisect.bisect_left(documents, high * itemsize, key=begin_of)
-    if high >= layout.num_ids:
-        last = len(documents)  # also empty ones, which begin at the end of the file
-
-    for begin in range(first, last, DOCUMENTS):
-        bounds = np.array(index.bounds[begin : min(begin + DOCUMENTS, last) + 1])
+    for begin in range(0, len(index.bounds) - 1, DOCUMENTS):
+        bounds = np.array(index.bounds[begin : begin + DOCUMENTS + 1])
         if bounds[0] < 0 or bounds[-1] > len(index.sizes) or (np.diff(bounds) < 0).any():
             raise index.disorder()
         _check_sequences(index, file, layout, range(int(bounds[0]), int(bounds[-1])))
         # A document begins where the sequence before its first one ends
-        has_previous = bounds > 0
-        previous = bounds[has_previous] - 1
-        starts = np.zeros(len(bounds), np.int64)
-        starts[has_previous] = index.pointers[previous] // itemsize + index.sizes[previous]
-        for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-            yield start, end, file.split
+        starts = [index.end(bound - 1, itemsize) // itemsize for bound in bounds.tolist()]
+        yield from itertools.pairwise(starts)
 
 
 def _check_sequences(index: Index, file: File, layout: Layout, sequences: range) -> None:
@@ -288,7 +238,7 @@ def _check_sequences(index: Index, file: File, layout: Layout, sequences: range)
         sizes = index.sizes[place].astype("<i8")
         pointers = np.array(index.pointers[place])
         ends = pointers + sizes * itemsize
-        expected = np.concatenate([[index.start(begin, itemsize)], ends[:-1]])
+        expected = np.concatenate([[index.end(begin - 1, itemsize)], ends[:-1]])
         wrong = (pointers != expected) | (sizes < 0) | (ends > layout.num_ids * itemsize)
         if wrong.any():
             first = int(np.argmax(wrong))

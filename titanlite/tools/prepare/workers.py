@@ -1,13 +1,12 @@
-"""Parts of a job on the cores of this machine, or on Ray.
+"""Parts of a job on the cores of this machine.
 
-What it is: each worker is a separate process. It reads the numbers of parts from its standard
-input, one at a time, and writes one JSON line per message: bytes read, a part that is done, or what
-is wrong. A worker needs nothing but the working folder, so the same function runs as a task of Ray
-on other machines that share the file system.
+What it is: each worker is a process that reads the numbers of parts from its standard input and
+answers each with one JSON line: that it is done, or what is wrong. A thread of this process waits
+for each of them.
 Why it is here: a child process started by command, unlike one of `multiprocessing`, imports neither
-the main program nor torch, and it ends when its pipe closes, also if this process is killed.
-What it costs: a quarter of a second per worker. Two workers and this process take 75 to 83 MB of
-memory in all (PSS).
+the main program nor torch, and it ends with this process, also if that is killed.
+What it costs: a quarter of a second per worker. Two workers and this process take 75 MB of memory
+in all (PSS).
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
 from titanlite.runtime import interpreter
 from titanlite.runtime.errors import ConfigError
@@ -29,152 +29,88 @@ from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.job import Job, read_job
 from titanlite.tools.prepare.part import run_part
 
-REPORTED = 1 << 20  # bytes between two messages of progress
-
-Message = dict[str, Any]
-
 
 def run_parts(
-    job: Job,
-    work: Path,
-    tokenizer: Tokenizer,
-    parts: list[int],
-    workers: int,
-    progress: Callable[[int], Any],
+    job: Job, work: Path, tokenizer: Tokenizer, parts: list[int], workers: int
 ) -> Iterator[int]:
     """Runs the next step of these parts on up to `workers` processes; yields the number of each
     part that is done.
 
-    A single worker is this process. Raises ConfigError as the first part that fails does; then the
-    others are ended.
+    A single worker is this process. Raises ConfigError if a part fails; then all workers are ended.
     """
-    if min(workers, len(parts)) <= 1:
+    workers = min(workers, len(parts))
+    if workers <= 1:
         for part in parts:
-            run_part(job, work, tokenizer, part, progress)
+            run_part(job, work, tokenizer, part)
             yield part
         return
-    messages: queue.Queue[Message] = queue.Queue()
-    waiting = iter(parts)
+    idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
     children = []
-    try:
-        for _ in range(min(workers, len(parts))):
-            child = start_worker(work)
-            children.append(child)
-            threading.Thread(target=_listen, args=(child, messages), daemon=True).start()
-            _send(child, next(waiting))
-        num_unfinished = len(parts)
-        while num_unfinished:
-            message = messages.get()
-            if "read" in message:
-                progress(message["read"])
-            elif "done" in message:
-                num_unfinished -= 1
-                _send(message["from"], next(waiting, None))
-                yield message["done"]
-            else:
-                raise ConfigError(message["problems"])
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-            for stream in (child.stdin, child.stdout):
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()  # type: ignore[union-attr]
+
+    def run(part: int) -> int:
+        child = idle.get()
+        try:
+            _ask(child, part)
+        finally:
+            idle.put(child)
+        return part
+
+    with ThreadPoolExecutor(workers) as threads:
+        try:
+            for _ in range(workers):
+                children.append(start_worker(work))
+                idle.put(children[-1])
+            futures = [threads.submit(run, part) for part in parts]
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for child in children:
+                _stop(child)
 
 
 def start_worker(work: Path) -> subprocess.Popen[str]:
-    environment = os.environ | interpreter.environment()
-    piped: dict[str, Any] = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-        "text": True,
-        "encoding": "utf-8",
-    }
     # Not in this process's group: Ctrl-C is for this process, which ends the workers.
     return subprocess.Popen(
-        interpreter.call(main, work), env=environment, start_new_session=True, **piped
+        interpreter.call(main, work),
+        env=os.environ | interpreter.environment(),
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
     )
 
 
-def _send(child: subprocess.Popen[str], part: int | None) -> None:
-    """The next part for a worker, or the end of its input."""
+def _ask(child: subprocess.Popen[str], part: int) -> None:
+    """Has a worker run a part. Raises ConfigError with what is wrong."""
     assert child.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended, which its listener reports
-        if part is None:
-            child.stdin.close()
-        else:
-            child.stdin.write(f"{part}\n")
-            child.stdin.flush()
-
-
-def _listen(child: subprocess.Popen[str], messages: queue.Queue[Message]) -> None:
-    """Passes on what a worker writes, and how it ended unless its input had ended before."""
     assert child.stdout is not None
-    try:
-        for line in child.stdout:
-            messages.put({**json.loads(line), "from": child})
-    except ValueError as error:
-        # Not a message; or the pipe is closed, because another worker failed
-        messages.put({"problems": [f"a worker wrote something unexpected: {error}"]})
-    code = child.wait()
-    if code:
+    with contextlib.suppress(BrokenPipeError):  # it has ended, which is seen below
+        child.stdin.write(f"{part}\n")
+        child.stdin.flush()
+    line = child.stdout.readline()
+    if line:
+        problems = json.loads(line)["problems"]
+    else:
+        code = child.wait()
         end = f"exit code {code}"
         if code < 0:
             end = f"signal {-code} (the system may have run out of memory)"
-        problem = f"a worker ended with {end}; the same command goes on where it was"
-        messages.put({"problems": [problem]})
+        problems = [f"a worker ended with {end}; the same command goes on where it was"]
+    if problems:
+        raise ConfigError(problems)
 
 
-def _open(work: Path) -> tuple[Job, Tokenizer]:
-    job = read_job(work)
-    return job, Tokenizer(job.tokenizer)
+def _stop(child: subprocess.Popen[str]) -> None:
+    child.kill()
+    child.wait()
+    for stream in (child.stdin, child.stdout):
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()  # type: ignore[union-attr]
 
 
-def run_on_ray(work: Path, parts: list[int]) -> Iterator[int]:
-    """Runs the next step of these parts as tasks of Ray: a running cluster's ($RAY_ADDRESS), or one
-    on this machine.
-    """
-    try:
-        import ray
-    except ImportError:
-        raise ConfigError(
-            "--engine ray: needs the package ray: pip install 'titanlite[ray]'"
-        ) from None
-
-    @ray.remote(num_cpus=1)
-    def task(part: int) -> int | list[str]:
-        from titanlite.tools.prepare.workers import run_one
-
-        return run_one(work, part)
-
-    env = {"env_vars": {"PYTHONPATH": interpreter.environment()["PYTHONPATH"]}}
-    # Ray puts this process's current folder into the sys.path of its workers.
-    interpreter.in_root_folder(
-        lambda: ray.init(ignore_reinit_error=True, log_to_driver=False, runtime_env=env)
-    )
-    try:
-        tasks = [task.remote(part) for part in parts]
-        while tasks:
-            (done, *_), tasks = ray.wait(tasks)
-            result = ray.get(done)
-            if isinstance(result, list):
-                raise ConfigError(result)
-            yield result
-    finally:
-        ray.shutdown()
-
-
-def run_one(work: Path, part: int) -> int | list[str]:
-    """One part in this process; returns its number, or what is wrong."""
-    try:
-        job, tokenizer = _open(work)
-        run_part(job, work, tokenizer, part, lambda read: None)
-    except (ConfigError, OSError) as error:
-        return problems(error)
-    return part
-
-
-def problems(error: ConfigError | OSError) -> list[str]:
+def problems_of(error: ConfigError | OSError) -> list[str]:
     """The lines that a user sees."""
     if isinstance(error, ConfigError):
         return error.problems
@@ -185,31 +121,25 @@ def problems(error: ConfigError | OSError) -> list[str]:
 
 
 def main(folder: str) -> None:
-    """A worker process for a working folder: parts from standard input, messages to standard
+    """A worker process for a working folder: parts from standard input, answers to standard
     output.
     """
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     work = Path(folder)
-    read = 0
     output = sys.stdout
-
-    def report(message: Message) -> None:
-        print(json.dumps(message), file=output, flush=True)
-
-    def progress(count: int) -> None:
-        nonlocal read
-        read += count
-        if read >= REPORTED:
-            report({"read": read})
-            read = 0
-
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # for what libraries print
-            job, tokenizer = _open(work)
+    with contextlib.redirect_stdout(sys.stderr):  # for what libraries print
+        try:
+            job = read_job(work)
+            tokenizer = Tokenizer(job.tokenizer)
             for line in sys.stdin:
-                run_part(job, work, tokenizer, int(line), progress)
-                report({"read": read})
-                report({"done": int(line)})
-                read = 0
-    except (ConfigError, OSError) as error:
-        if not isinstance(error, BrokenPipeError):  # the process that started this one is gone
-            report({"problems": problems(error)})
+                run_part(job, work, tokenizer, int(line))
+                print(json.dumps({"problems": []}), file=output, flush=True)
+        except (ConfigError, OSError) as error:
+            print(json.dumps({"problems": problems_of(error)}), file=output, flush=True)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ends this process within a second of the one that started it, also within a part."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

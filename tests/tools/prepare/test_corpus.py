@@ -1,0 +1,137 @@
+"""docs/corpus.py: what datatrove filters, deduplicates and tokenises is what training reads."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launches import finish, start
+from preparing import TOKENIZER, prepared
+from runs import curve
+
+from titanlite.data.prepared_manifest import read_manifest
+from titanlite.data.shards import Tokens
+
+for package in ("datatrove", "orjson", "spacy"):
+    pytest.importorskip(package, reason=f"needs the package {package}, of the extra [corpus]")
+
+ROOT = Path(__file__).parents[3]
+NOUNS = [
+    "river",
+    "model",
+    "teacher",
+    "garden",
+    "window",
+    "engine",
+    "letter",
+    "mountain",
+    "market",
+    "bridge",
+    "story",
+    "ocean",
+]
+VERBS = [
+    "shows",
+    "follows",
+    "carries",
+    "changes",
+    "explains",
+    "supports",
+    "finds",
+    "leaves",
+    "brings",
+    "protects",
+]
+ADJECTIVES = [
+    "quiet",
+    "old",
+    "bright",
+    "careful",
+    "distant",
+    "simple",
+    "heavy",
+    "narrow",
+    "green",
+    "famous",
+]
+# A download would fail: nothing listens there
+OFFLINE = {"HF_HUB_OFFLINE": "1", "http_proxy": "http://[::1]:1", "https_proxy": "http://[::1]:1"}
+HERE = {"PYTHONPATH": str(ROOT)}  # titanlite may not be installed
+
+
+def page(choose: random.Random) -> str:
+    """Text that the filters of Gopher, C4 and FineWeb keep: English sentences in lines."""
+
+    def thing() -> str:
+        return f"the {choose.choice(ADJECTIVES)} {choose.choice(NOUNS)}"
+
+    def sentence() -> str:
+        verbs = choose.sample(VERBS, 2)
+        things = f"{thing()} that {verbs[0]} {thing()} and {verbs[1]} {thing()} of {thing()}"
+        return f"It is {things} in {choose.randint(1000, 9999)}."
+
+    return "\n".join(" ".join(sentence() for _ in range(choose.randint(1, 3))) for _ in range(8))
+
+
+def documents_of(folder: Path) -> list[list[int]]:
+    """The ids of each document of both splits of a prepared folder, in order of their ids."""
+    manifest = read_manifest(folder)
+    documents = []
+    for split in ("train", "validation"):
+        tokens = Tokens(folder, manifest, split)
+        starts = tokens.document_starts(0, len(tokens)).tolist()
+        for begin, end in itertools.pairwise([*starts, len(tokens)]):
+            documents.append(tokens.read(begin, end - begin).tolist())
+    return sorted(documents)
+
+
+def write_rows(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+@pytest.mark.slow
+def test_training_reads_what_prepare_makes_of_the_same_texts(tmp_path):
+    choose = random.Random(0)
+    pages = [page(choose) for _ in range(150)]
+    pages[7] = pages[7].replace("It is", "<|end_of_text|> It is", 1)  # characters, as any others
+    pages[9] = pages[9].replace(".", ". \u00e9\u20ac \ud55c\uad6d\uc5b4.", 1)
+    near = pages[20].replace("It is", "That is", 1)
+    dropped = ["Too short.", "lorem ipsum " * 200, "the same line again.\n" * 100]
+    rows = [*pages, near, pages[30], *dropped]
+    choose.shuffle(rows)
+    (tmp_path / "texts").mkdir()
+    write_rows(tmp_path / "texts/0.jsonl", rows[::2])
+    write_rows(tmp_path / "texts/1.jsonl", rows[1::2])
+
+    corpus = tmp_path / "corpus"
+    command = [sys.executable, "docs/corpus.py", tmp_path / "texts", corpus, "--tasks", "2"]
+    subprocess.run(list(map(str, command)), check=True, cwd=ROOT, env=os.environ | OFFLINE | HERE)
+
+    run = [
+        "debug",
+        f"--data.path={corpus / 'tokens'}",
+        f"--data.cache={tmp_path / 'cache'}",
+        f"--run.folder={tmp_path / 'runs'}",
+        "--training.steps=4",
+        "--metrics.log_freq=1",
+        "--checkpoint.freq=0",
+    ]
+    code, output = finish(start(run, NGPU="1"))
+    assert code == 0, output
+    assert list(curve(tmp_path / "runs/debug")) == [1, 2, 3, 4]
+
+    [read] = (tmp_path / "cache").iterdir()
+    found = documents_of(read)
+    assert len(found) == len(pages)
+    kept = {tuple(document) for document in found}
+    # Of the two similar pages one is left, either of them
+    is_near = (TOKENIZER.bos, *TOKENIZER.encode(near), TOKENIZER.eos) in kept
+    texts = [near if is_near and text == pages[20] else text for text in pages]
+    write_rows(tmp_path / "same.jsonl", texts)
+    assert found == documents_of(prepared(tmp_path / "same", tmp_path / "same.jsonl"))
