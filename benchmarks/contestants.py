@@ -43,7 +43,7 @@ from titanlite.rules.compiled import reason_not_compiled
 from titanlite.runtime import phases
 from titanlite.runtime.phases import Phase, mark_phase
 from titanlite.tokenizer.tokenizer import Tokenizer
-from titanlite.tools.formats import huggingface
+from titanlite.tools.formats import huggingface, huggingface_config
 from titanlite.tools.formats.full_state import half_split
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -190,7 +190,7 @@ class HuggingFace:
         import transformers
 
         config, llama = configuration(arguments)
-        fields = huggingface.to_config(llama, config.training.seq_len, "float32", None, None)
+        fields = huggingface_config.to_config(llama, config.training.seq_len, "float32", None, None)
         fields |= {"attn_implementation": "sdpa", "use_cache": False}
         own = transformers.LlamaConfig(**fields)
         with device:

@@ -42,11 +42,11 @@ kind, source, target, benchmarks = sys.argv[1:]
 sys.path.insert(0, benchmarks)
 from dcp import AnonymousPeak
 if kind == "titanlite":
-    from titanlite.tools.formats.convert import convert
-    work = lambda: convert(source, target, full=True, verify=False, log=lambda text: None)
+    from titanlite.tools.formats.convert import Options, convert
+    work = lambda: convert(source, target, Options(full=True, verify=False), lambda text: None)
 elif kind == "titanlite, compared":
-    from titanlite.tools.formats.convert import convert
-    work = lambda: convert(source, target, full=True, log=lambda text: None)
+    from titanlite.tools.formats.convert import Options, convert
+    work = lambda: convert(source, target, Options(full=True), lambda text: None)
 elif kind == "dcp_to_torch_save":
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
     work = lambda: dcp_to_torch_save(source, target)

@@ -66,7 +66,7 @@ from titanlite.sinks.metric_names import scalars
 from titanlite.tokenizer.tokenizer import BUNDLED, Tokenizer
 from titanlite.tools.cli.checkpoint_command import list_run, show, verify
 from titanlite.tools.cli.prompt_file import read_prompts, rows_to_continue, write_texts
-from titanlite.tools.formats.convert import convert, describe
+from titanlite.tools.formats.convert import Options, convert, describe
 from titanlite.tools.formats.detect_format import open_full_state, read_model
 from titanlite.tools.formats.full_state import ORIGIN
 from titanlite.tools.formats.huggingface_tokenizer import to_files
@@ -137,7 +137,9 @@ def _tree() -> bytes:
 def _converted(to: str, name: str, folder: Path, **options: Any) -> list[bytes]:
     """The checkpoint in another format in `folder/x`; returns its file `name`."""
     (folder / "x.pt").write_bytes(_tree())
-    convert(folder / "x.pt", folder / "x", to, verify=False, log=lambda text: None, **options)
+    convert(
+        folder / "x.pt", folder / "x", Options(to, verify=False, **options), log=lambda text: None
+    )
     return [(folder / "x" / name).read_bytes()]
 
 
@@ -237,7 +239,7 @@ def _header(data: bytes) -> bytes:
 
 def _safetensors(folder: Path) -> list[bytes]:
     (folder / "x.pt").write_bytes(_tree())
-    convert(folder / "x.pt", folder / "x.safetensors", verify=False, log=lambda text: None)
+    convert(folder / "x.pt", folder / "x.safetensors", Options(verify=False), log=lambda text: None)
     return [(folder / "x.safetensors").read_bytes()]
 
 

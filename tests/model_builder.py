@@ -5,6 +5,7 @@ holds.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,17 @@ def small_model(seq_len: int = 16, seed: int = 0, config: LlamaConfig = SMALL) -
         torch.nn.init.constant_(tensor, float("nan"))
     model.init_weights(seed)
     return model
+
+
+def assert_equal_bits(
+    a: Mapping[str, torch.Tensor],
+    b: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """The same names in the same order, and equal tensors; `dtype`: after rounding those of `a`."""
+    assert list(a) == list(b)
+    for name in a:
+        assert torch.equal(a[name].to(dtype or a[name].dtype), b[name]), name
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

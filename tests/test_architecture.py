@@ -465,8 +465,6 @@ TESTED_ELSEWHERE = {
     "checkpoint/shard_file": "tests/checkpoint/test_checkpoint.py",
     "checkpoint/step_files": "tests/checkpoint/test_manifest.py",
     "tokenizer/tokenizer_probe": "tests/tokenizer/test_tokenizer_hf.py",
-    "tools/cli/convert_command": "tests/tools/formats/test_convert.py, "
-    "tests/tools/formats/test_convert_limits.py",
     "tools/import_config/common": "tests/tools/import_config/test_deepspeed.py, "
     "tests/tools/import_config/test_accelerate.py",
     "tools/formats/adapters": "tests/parallel/test_lora.py",
@@ -478,11 +476,10 @@ TESTED_ELSEWHERE = {
     "tests/tools/formats/test_convert_limits.py",
     "tools/formats/gguf_file": "tests/tools/formats/test_gguf.py",
     "tools/formats/huggingface": "tests/tools/formats/test_convert.py",
-    "tools/formats/meta": "tests/tools/formats/test_convert.py",
+    "tools/formats/peft": "tests/parallel/test_lora.py",
     "tools/formats/safetensors_files": "tests/tools/formats/test_convert.py",
     "tools/formats/stock": "tests/tools/formats/test_foreign.py, "
     "tests/tools/formats/test_foreign_hostile.py",
-    "tools/formats/targets": "tests/tools/formats/test_convert.py",
     "tools/explain/event_recorder": "tests/tools/explain/test_explain.py",
     "tools/explain/events": "tests/tools/explain/test_explain.py",
     "tools/explain/module_path": "tests/tools/explain/test_explain.py",

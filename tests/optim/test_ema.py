@@ -17,7 +17,7 @@ from titanlite.config.schema import EmaConfig, OptimizerConfig
 from titanlite.data.rows import Batch
 from titanlite.optim.ema import WeightEMA
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.tools.formats.convert import convert, load_full_state
+from titanlite.tools.formats.convert import Options, convert, load_full_state
 
 TOKENS = torch.randint(104, (2, 17), generator=torch.Generator().manual_seed(3))
 BATCH = Batch(TOKENS[:, :-1], TOKENS[:, 1:])
@@ -190,13 +190,15 @@ def test_an_average_can_begin_later_and_be_exported(pool, options, tmp_path):
     arguments = [*options, "--schedule.name=constant", f"--run.folder={tmp_path}"]
     assert pool.run(1, train_run, [*arguments, "--training.steps=3"]) == [0]
     with refused("--weights ema", "has no averaged weights", "ema.decay"):
-        convert(tmp_path / "debug", tmp_path / "x", "titanlite", weights="ema")
+        convert(tmp_path / "debug", tmp_path / "x", Options("titanlite", weights="ema"))
     assert pool.run(
         1, train_run, [*arguments, "--training.steps=4", "--ema.decay=0.9", "--ema.validate=false"]
     ) == [0]
     assert list_steps(tmp_path / "debug/checkpoints") == [3, 4]
     before, after = (load_full_state(tmp_path / "debug", step) for step in (3, 4))
-    exported = convert(tmp_path / "debug", tmp_path / "averaged", "titanlite", weights="ema")
+    exported = convert(
+        tmp_path / "debug", tmp_path / "averaged", Options("titanlite", weights="ema")
+    )
     assert exported.keys() == after.keys()
     for name in after:
         average = exported[name]
@@ -211,4 +213,4 @@ def test_an_average_can_begin_later_and_be_exported(pool, options, tmp_path):
         (("debug", {"weights": "emma"}), ("did you mean ema?", "allowed: model, ema")),
     ):
         with refused(*words):
-            convert(tmp_path / arguments[0], tmp_path / "y", "titanlite", **arguments[1])
+            convert(tmp_path / arguments[0], tmp_path / "y", Options("titanlite", **arguments[1]))

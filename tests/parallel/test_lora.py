@@ -34,10 +34,11 @@ from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.dropout import dropped
 from titanlite.parallel.lora import LoRALinear, apply_dropout, apply_lora, is_adapter
 from titanlite.rules.check import check_layout
-from titanlite.tools.formats.adapters import lora_of, merge, read_peft, to_config
+from titanlite.tools.formats.adapters import lora_of, merge
 from titanlite.tools.formats.detect_format import open_adapter, open_full_state
 from titanlite.tools.formats.huggingface import open_folder
 from titanlite.tools.formats.load_weights import fill, load_model
+from titanlite.tools.formats.peft import read_folder, to_config
 
 SMALL = LlamaConfig(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=64)
 
@@ -308,7 +309,7 @@ def test_adapters_of_peft_give_its_logits_and_gradients(peft_model, p, monkeypat
     labels = TOKENS.roll(-1, 1)
     F.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
     base = open_folder(folder / "base")
-    adapter = read_peft(folder / "adapter", base.model)
+    adapter = read_folder(folder / "adapter", base.model)
     trained = Llama(base.model, 128)
     targets = "wq wk wv wo w2"
     apply_lora(trained, LoraConfig(rank=3, alpha=12, targets=targets, dropout=p))
@@ -376,7 +377,7 @@ def test_a_run_under_tensor_parallel_goes_on_in_any_layout(pool, arguments, base
 @pytest.mark.slow
 def test_a_run_with_dropout_resumes_to_the_same_bits(pool, arguments, base_run, tmp_path):
     """2 + 2 steps as 4 at once. PEFT's files name the dropout."""
-    from titanlite.tools.formats.convert import convert
+    from titanlite.tools.formats.convert import Options, convert
 
     run = [*lora_arguments(arguments, base_run), "--validation.freq=2", "--lora.dropout=0.3"]
     for name, *options in (("whole",), ("without", "--lora.dropout=0")):
@@ -394,7 +395,7 @@ def test_a_run_with_dropout_resumes_to_the_same_bits(pool, arguments, base_run, 
     ]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     without = curve(tmp_path / "without")
-    convert(tmp_path / "whole", tmp_path / "peft", to="peft")
+    convert(tmp_path / "whole", tmp_path / "peft", Options(to="peft"))
     written = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     assert written["lora_dropout"] == 0.3
     again = open_adapter(tmp_path / "peft", open_full_state(base_run).model)
@@ -410,7 +411,7 @@ def test_a_run_with_dropout_resumes_to_the_same_bits(pool, arguments, base_run, 
 
 def test_the_whole_model_of_a_run_with_adapters(pool, arguments, base_run, tmp_path, caplog):
     """Merged on reading; in PEFT's folder and back; as the model that another run begins with."""
-    from titanlite.tools.formats.convert import convert
+    from titanlite.tools.formats.convert import Options, convert
 
     run = lora_arguments(arguments, base_run)
     assert pool.run(1, train_run, run) == [0]
@@ -427,7 +428,7 @@ def test_the_whole_model_of_a_run_with_adapters(pool, arguments, base_run, tmp_p
     assert torch.equal(merged["norm.weight"], base["norm.weight"])
 
     for _ in range(2):  # the second replaces the first
-        convert(tmp_path / "debug", tmp_path / "peft", to="peft", force=True)
+        convert(tmp_path / "debug", tmp_path / "peft", Options(to="peft", force=True))
     again = merge(base, open_adapter(tmp_path / "peft", base.model))
     for name in merged:
         assert torch.equal(merged[name], again[name])
@@ -440,7 +441,7 @@ def test_the_whole_model_of_a_run_with_adapters(pool, arguments, base_run, tmp_p
     assert "which has adapters too" not in caplog.text
     onwards = [*lora_arguments(arguments, tmp_path / "debug"), "--run.name=onwards"]
     assert pool.run(1, train_run, [*onwards, "--training.steps=1"]) == [0]
-    convert(tmp_path / "onwards", tmp_path / "peft-of-onwards", to="peft")
+    convert(tmp_path / "onwards", tmp_path / "peft-of-onwards", Options(to="peft"))
     assert "which has adapters too" in caplog.text
 
 
@@ -448,11 +449,11 @@ def test_other_weights_under_the_adapters_are_refused(
     pool, arguments, base_run, whole_run, tmp_path, caplog
 ):
     """When a run resumes, or is read; the same weights in another format are not."""
-    from titanlite.tools.formats.convert import convert
+    from titanlite.tools.formats.convert import Options, convert
 
     first = lora_arguments([*arguments, "--training.steps=3"], base_run)
     assert pool.run(1, train_run, first) == [0]
-    convert(base_run, tmp_path / "base", to="hf")
+    convert(base_run, tmp_path / "base", Options(to="hf"))
     same = lora_arguments([*arguments, "--training.steps=4"], tmp_path / "base")
     assert pool.run(1, train_run, same) == [0]
     others = whole_run("--run.seed=7")
@@ -473,11 +474,11 @@ def test_other_weights_under_the_adapters_are_refused(
 def test_peft_reads_what_is_written(pool, arguments, base_run, tmp_path):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
-    from titanlite.tools.formats.convert import convert
+    from titanlite.tools.formats.convert import Options, convert
 
     assert pool.run(1, train_run, lora_arguments(arguments, base_run)) == [0]
-    convert(tmp_path / "debug", tmp_path / "peft", to="peft")
-    convert(base_run, tmp_path / "base", to="hf")
+    convert(tmp_path / "debug", tmp_path / "peft", Options(to="peft"))
+    convert(base_run, tmp_path / "base", Options(to="hf"))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "peft").eval()
     ours = load_model(open_full_state(tmp_path / "debug"), torch.device("cpu"), 128)
@@ -497,7 +498,7 @@ def peft_folder(tmp_path) -> Path:
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none"}
     config |= {"target_modules": ["o_proj"], "layers_to_transform": [0]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    assert read_peft(tmp_path, SMALL).tensors
+    assert read_folder(tmp_path, SMALL).tensors
     return tmp_path
 
 
@@ -523,12 +524,12 @@ def test_adapters_that_are_not_supported_are_refused(peft_folder, change, words)
     path = peft_folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with refused(*words):
-        read_peft(peft_folder, SMALL)
+        read_folder(peft_folder, SMALL)
 
 
 def test_adapters_that_do_not_fit_are_refused(peft_folder, base_run, tmp_path):
     narrow = dataclasses.replace(SMALL, dim=16)
-    adapter = read_peft(peft_folder, SMALL)
+    adapter = read_folder(peft_folder, SMALL)
     with_16 = Llama(narrow, 8).state_dict()
     save_file(with_16, peft_folder / "model.safetensors")
     (peft_folder / "model.json").write_text(narrow.to_json())
@@ -537,7 +538,7 @@ def test_adapters_that_do_not_fit_are_refused(peft_folder, base_run, tmp_path):
     config = json.loads((peft_folder / "adapter_config.json").read_text()) | {"r": 4}
     (peft_folder / "adapter_config.json").write_text(json.dumps(config))
     with refused("layers.0.attention.wo", "the rank 4"):
-        merge(open_full_state(base_run), read_peft(peft_folder, SMALL))
+        merge(open_full_state(base_run), read_folder(peft_folder, SMALL))
     adapter.tensors.pop("layers.0.attention.wo.lora_b.weight")
     with refused("layers.0.attention.wo", "no other factor"):
         merge(open_full_state(base_run), adapter)
@@ -545,7 +546,7 @@ def test_adapters_that_do_not_fit_are_refused(peft_folder, base_run, tmp_path):
     tensors["base_model.model.score.weight"] = torch.ones(1)
     save_file(tensors, peft_folder / "adapter_model.safetensors")
     with refused("score.weight", "not adapters"):
-        read_peft(peft_folder, SMALL)
+        read_folder(peft_folder, SMALL)
     with refused("holds no adapters", "adapter_config.json"):
         open_adapter(base_run)
     (peft_folder / "model.safetensors").unlink()
@@ -555,7 +556,7 @@ def test_adapters_that_do_not_fit_are_refused(peft_folder, base_run, tmp_path):
         open_adapter(peft_folder)
     (peft_folder / "adapter_model.safetensors").unlink()
     with refused(str(peft_folder), "has no adapter_model.safetensors"):
-        read_peft(peft_folder, SMALL)
+        read_folder(peft_folder, SMALL)
 
 
 def test_adapters_that_a_checkpoint_has_are_not_left_out(pool, arguments, base_run):

@@ -11,7 +11,7 @@ from runs import train_run
 
 from titanlite.checkpoint.folders import list_steps
 from titanlite.tools.cli.main import main
-from titanlite.tools.formats.convert import convert
+from titanlite.tools.formats.convert import Options, convert
 
 QUESTIONS = 60
 
@@ -76,7 +76,7 @@ def test_a_model_learns_to_answer_and_answers(
 
     # The template goes into other formats; an output with it can be replaced
     for _ in range(2):
-        convert(tmp_path / "debug", tmp_path / "hf", "hf", force=True, verify=False)
+        convert(tmp_path / "debug", tmp_path / "hf", Options("hf", force=True, verify=False))
     assert (tmp_path / "hf/chat_template.jinja").read_text() == saved.read_text()
 
     monkeypatch.setattr("sys.stdin", io.StringIO("1?\n2?\n3?\n4?\n5?\n6?\n7?\n8?\n"))

@@ -16,7 +16,7 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 
 from titanlite.tools.cli.evaluate_command import run
-from titanlite.tools.formats.convert import convert
+from titanlite.tools.formats.convert import Options, convert
 from titanlite.tools.formats.load_weights import load_model, open_verified, tokenizer_of
 
 CHOICE = """
@@ -80,7 +80,7 @@ PROMPTS = [
 def test_answers_are_those_of_the_exported_model(trained, evaluated, tmp_path):
     from lm_eval.models.huggingface import HFLM
 
-    convert(trained, tmp_path / "hf", to="hf")
+    convert(trained, tmp_path / "hf", Options(to="hf"))
     own = evaluated
     stock = HFLM(
         str(tmp_path / "hf"),

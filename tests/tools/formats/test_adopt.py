@@ -55,9 +55,9 @@ def run_adopted(arguments: list[str]) -> int:
 def test_a_run_adopts_model_and_tokenizer(pool, whole_run, arguments, tmp_path):
     """And resumes by its own config.toml."""
     base = tmp_path / "base"
-    from titanlite.tools.formats.convert import convert
+    from titanlite.tools.formats.convert import Options, convert
 
-    convert(whole_run(), base, to="hf")
+    convert(whole_run(), base, Options(to="hf"))
     own = [word for word in arguments if not word.startswith("--model.")]
     run = [*own, "--model.flavor=from_checkpoint", f"--checkpoint.initial_load={base}"]
     assert pool.run(2, run_adopted, run) == [0, 0]

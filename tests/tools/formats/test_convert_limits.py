@@ -4,7 +4,6 @@ write them.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import logging
@@ -19,7 +18,6 @@ import pytest
 import torch
 from messages import assert_mentions
 from model_builder import SMALL, small_model
-from safetensors.torch import save_file
 from torch import Tensor
 
 from titanlite.checkpoint import retention
@@ -27,15 +25,15 @@ from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig, parameter_shapes
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import BUNDLED, Tokenizer
-from titanlite.tools.cli.convert_command import file_size
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats import convert as module
 from titanlite.tools.formats import full_state, targets
-from titanlite.tools.formats.convert import convert, load_full_state
+from titanlite.tools.formats.convert import Options, convert, load_full_state
 from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.export import Outgoing
 from titanlite.tools.formats.huggingface_tokenizer import read_tokenizer, to_files
 from titanlite.tools.formats.safetensors_files import LARGEST_HEADER
+from titanlite.tools.formats.scratch import mapped
 
 TIED = dataclasses.replace(SMALL, tied_embeddings=True)
 
@@ -57,7 +55,7 @@ def make_run(folder: Path, *numbers: int) -> Path:
     (folder / "run/checkpoints").mkdir(parents=True)
     for number in numbers:
         source = make_file(folder / "a.pt", step=number)
-        convert(source, folder / f"run/checkpoints/step-{number}", "titanlite", log=quiet)
+        convert(source, folder / f"run/checkpoints/step-{number}", Options("titanlite"), log=quiet)
     return folder / "run"
 
 
@@ -68,26 +66,26 @@ def test_damage_is_found_before_anything_is_written(tmp_path, monkeypatch):
     content[-1] ^= 1
     shard.write_bytes(content)
     written: list[Path] = []
-    monkeypatch.setitem(targets.TARGETS, "hf", lambda path, export: written.append(path))
+    monkeypatch.setattr(targets.TARGETS["hf"], "write", lambda path, export: written.append(path))
     with pytest.raises(CorruptCheckpoint, match="its SHA-256"):
-        convert(run, tmp_path / "there", "hf", log=quiet)
+        convert(run, tmp_path / "there", Options("hf"), log=quiet)
     assert not written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "run"]
 
 
 def test_a_step_that_is_deleted_meanwhile_is_not_called_damaged(tmp_path, monkeypatch):
     run = make_run(tmp_path, 7, 8)
-    original = targets.TARGETS["hf"]
+    original = targets.TARGETS["hf"].write
 
     def late(*arguments):
         retention.delete_step(run / "checkpoints", 8)
         original(*arguments)
 
-    monkeypatch.setitem(targets.TARGETS, "hf", late)
+    monkeypatch.setattr(targets.TARGETS["hf"], "write", late)
     with pytest.raises(
         ConfigError, match=r"step-8: was deleted while it was read; .*checkpoint\.keep"
     ) as caught:
-        convert(run, tmp_path / "there", "hf", log=quiet)
+        convert(run, tmp_path / "there", Options("hf"), log=quiet)
     assert not isinstance(caught.value, CorruptCheckpoint)
 
 
@@ -95,9 +93,9 @@ def test_step_0_can_be_asked_for_and_is_warned_of(tmp_path, caplog):
     run = make_run(tmp_path, 0, 5)
     caplog.clear()
     with caplog.at_level(logging.WARNING, "titanlite"):
-        assert convert(run, tmp_path / "newest", "torch", log=quiet).about.step == 5
+        assert convert(run, tmp_path / "newest", Options("torch"), log=quiet).about.step == 5
         assert not caplog.records
-        assert convert(run, tmp_path / "first.pt", step=0, log=quiet).about.step == 0
+        assert convert(run, tmp_path / "first.pt", Options(step=0), log=quiet).about.step == 0
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == ["step 0"]
     assert main(["convert", str(run), str(tmp_path / "also.pt"), "--step", "0"]) == 0
     assert load_full_state(tmp_path / "also.pt").about.step == 0
@@ -105,57 +103,30 @@ def test_step_0_can_be_asked_for_and_is_warned_of(tmp_path, caplog):
         load_full_state(tmp_path / "also.pt", step=0)
 
 
-def test_sizes_of_shards():
-    assert [file_size(text) for text in ("5GB", "1.5 mb", "12", "2TB")] == [
-        5 * 10**9,
-        1_500_000,
-        12,
-        2 * 10**12,
-    ]
-    for text in ("", "0", "0.1", "5GiB", "-1GB", "GB"):
-        with pytest.raises(argparse.ArgumentTypeError, match="expected a size as 5GB"):
-            file_size(text)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["dcp", "safetensors", "torch", "titanlite"])
 def test_length_and_step_go_along_or_are_not_made_up(tmp_path, caplog, to):
     source = make_file(tmp_path / "a.pt", step=7, seq_len=96)
     target = tmp_path / f"b{'.pt' if to == 'torch' else ''}"
-    convert(source, target, to, log=quiet)
+    convert(source, target, Options(to), log=quiet)
     convert(target, tmp_path / "c.safetensors", log=quiet)
     about = load_full_state(tmp_path / "c.safetensors").about
     assert (about.step, about.seq_len) == (7, 96)
-    convert(tmp_path / "c.safetensors", tmp_path / "hf", "hf", log=quiet)
+    convert(tmp_path / "c.safetensors", tmp_path / "hf", Options("hf"), log=quiet)
     assert json.loads((tmp_path / "hf/config.json").read_text())["max_position_embeddings"] == 96
     assert "the length it was trained on" not in caplog.text
-    convert(make_file(tmp_path / "d.pt"), tmp_path / "e", "titanlite", log=quiet)
+    convert(make_file(tmp_path / "d.pt"), tmp_path / "e", Options("titanlite"), log=quiet)
     assert load_full_state(tmp_path / "e").about.seq_len == 0
     with caplog.at_level(logging.WARNING, "titanlite"):
-        convert(tmp_path / "e", tmp_path / "f", "hf", log=quiet)
+        convert(tmp_path / "e", tmp_path / "f", Options("hf"), log=quiet)
     assert "the length it was trained on is not known; wrote 8192" in caplog.text
-
-
-def test_parts_that_are_no_model_are_named(tmp_path):
-    save_file(
-        {"model.layers.3.self_attn.q_proj.weight": torch.ones(2, 2)},
-        tmp_path / "model-00003.safetensors",
-    )
-    with pytest.raises(ConfigError, match=r"has Hugging Face's names \('model.layers.3.self_attn"):
-        load_full_state(tmp_path / "model-00003.safetensors")
-    save_file(
-        {"optimizer.state.norm.weight.exp_avg": torch.ones(2)},
-        tmp_path / "training-00000.safetensors",
-    )
-    with pytest.raises(ConfigError, match="holds only training state"):
-        load_full_state(tmp_path / "training-00000.safetensors")
 
 
 def test_what_was_not_compared_is_not_called_so(tmp_path, monkeypatch):
     told: list[str] = []
     weights = {"norm.weight": torch.full((32,), float("nan"))}
     source = make_file(tmp_path / "a.pt", more=weights)
-    convert(source, tmp_path / "b", "hf", force=True, log=told.append)
+    convert(source, tmp_path / "b", Options("hf", force=True), log=told.append)
     assert told[-1] == "verified: 30 tensors bit by bit; its logits are not finite"
 
     def interrupt(*arguments):
@@ -163,7 +134,7 @@ def test_what_was_not_compared_is_not_called_so(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "compare_tensors", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        convert(make_file(tmp_path / "c.pt"), tmp_path / "d", "hf", log=told.append)
+        convert(make_file(tmp_path / "c.pt"), tmp_path / "d", Options("hf"), log=told.append)
     assert (
         told[-1]
         == f"interrupted: {tmp_path / 'd'} is complete, but the comparison with its source did "
@@ -171,26 +142,18 @@ def test_what_was_not_compared_is_not_called_so(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("target", ["x.pt", "x.safetensors", "x.gguf"])
-def test_one_file_has_no_shards(tmp_path, capsys, target):
-    source = make_file(tmp_path / "a.pt")
-    assert main(["convert", str(source), str(tmp_path / target), "--shard-size", "1MB"]) == 2
-    assert "is one file; allowed: hf, safetensors, in folders" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
-
-
 def test_a_tied_models_embedding_may_stand_there_twice(tmp_path):
     embedding = small_model(config=TIED).state_dict()["tok_embeddings.weight"]
     convert(
         make_file(tmp_path / "a.pt", TIED, {"output.weight": embedding}),
         tmp_path / "a",
-        "hf",
+        Options("hf"),
         log=quiet,
     )
     assert "output.weight" not in load_full_state(tmp_path / "a")
     other = make_file(tmp_path / "b.pt", TIED, {"output.weight": embedding + 1})
     with pytest.raises(ConfigError, match=r"'output\.weight' is not a parameter"):
-        convert(other, tmp_path / "b", "hf", log=quiet)
+        convert(other, tmp_path / "b", Options("hf"), log=quiet)
 
 
 @pytest.mark.parametrize("to", ["hf", "gguf"])
@@ -200,7 +163,7 @@ def test_a_tokenizer_has_no_more_ids_than_the_model(tmp_path, to):
     with pytest.raises(
         ConfigError, match=f"tokenizer has {Tokenizer().size} ids, and the model {SMALL.vocab_size}"
     ):
-        convert(source, tmp_path / "b", to, log=quiet)
+        convert(source, tmp_path / "b", Options(to), log=quiet)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.uint16], ids=str)
@@ -231,7 +194,7 @@ def test_scales_of_q8_0_must_be_finite(tmp_path):
     with pytest.raises(
         ConfigError, match=r"wo\.weight': NaN or infinity; convert it anyway with --force"
     ):
-        convert(tmp_path / "a.pt", tmp_path / "b.gguf", dtype="q8_0", log=quiet)
+        convert(tmp_path / "a.pt", tmp_path / "b.gguf", Options(dtype="q8_0"), log=quiet)
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
@@ -247,7 +210,7 @@ def test_weights_of_older_hugging_face_folders_are_named(tmp_path, capsys):
 
 def test_other_formats_can_be_compared_but_not_verified(tmp_path, capsys):
     run = make_run(tmp_path, 7)
-    convert(run, tmp_path / "hf", "hf", log=quiet)
+    convert(run, tmp_path / "hf", Options("hf"), log=quiet)
     assert main(["checkpoint", "diff", str(run), str(tmp_path / "hf")]) == 0
     assert (
         f"{len(load_full_state(run))} of {len(load_full_state(run))} tensors are equal"
@@ -277,7 +240,7 @@ def test_the_cause_of_a_failed_write_is_raised(tmp_path, error):
     outgoing = Outgoing(torch.float32, (4096,), lambda: iter([torch.ones(4096)]))
     with (
         pytest.raises(type(error)) as caught,
-        targets.mapped(tmp_path / "x", {"a": outgoing}) as tensors,
+        mapped(tmp_path / "x", {"a": outgoing}) as tensors,
     ):
         torch.save(tensors, Unwritable(error))
     assert caught.value is error
@@ -306,7 +269,7 @@ def test_a_disk_that_fills_up_while_torch_writes_is_one_error(tmp_path, capsys, 
 MEASURED = """
 import re, sys, threading
 from pathlib import Path
-from titanlite.tools.formats.convert import convert
+from titanlite.tools.formats.convert import Options, convert
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 before, peak, done = anonymous(), 0, threading.Event()
@@ -316,7 +279,7 @@ def watch():
         peak = max(peak, anonymous())
 watching = threading.Thread(target=watch, daemon=True)
 watching.start()
-convert(sys.argv[1], sys.argv[2], sys.argv[3], log=lambda text: None)
+convert(sys.argv[1], sys.argv[2], Options(sys.argv[3]), lambda text: None)
 done.set()
 watching.join()
 print(peak - before)
@@ -352,7 +315,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path, to):
 
 
 def test_a_token_without_end_is_not_split(tmp_path, caplog):
-    """Of 300,000 characters: finding its merges would take minutes."""
+    """A token of 300,000 characters: finding its merges would take minutes."""
     main = json.loads(to_files(Tokenizer(), 100)["tokenizer.json"])
     main["model"]["vocab"]["x" * 300_000] = len(main["model"]["vocab"])
     (tmp_path / "tokenizer.json").write_text(json.dumps(main))

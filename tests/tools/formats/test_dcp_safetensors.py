@@ -27,7 +27,7 @@ from titanlite.checkpoint.shard_file import SHARDING_INFO
 from titanlite.checkpoint.state import ModelState
 from titanlite.model.flavors import FLAVORS
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.formats.convert import convert, load_full_state
+from titanlite.tools.formats.convert import Options, convert, load_full_state
 from titanlite.tools.formats.detect_format import open_full_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -82,7 +82,7 @@ def folder(pool, tmp_path_factory) -> Path:
     (folder / "model.json").write_text(TIED.to_json())
     model = {"model": weights, "model_config": json.loads(TIED.to_json())}
     torch.save(model, folder / "source.pt")
-    convert(folder / "source.pt", folder / "hf", "hf", log=quiet)
+    convert(folder / "source.pt", folder / "hf", Options("hf"), log=quiet)
     (of_three, *_) = pool.run(3, save_as_three, folder)
     assert all(torch.equal(of_three[name], weights[name]) for name in of_three)
     shutil.copy(folder / "hf/config.json", folder / "hf_shards")
@@ -133,7 +133,9 @@ def test_the_formats_of_three_are_sharded_unevenly(folder):
 @pytest.mark.parametrize("name", ["rows", "hf_shards"])
 def test_a_step_is_made_of_it(folder, tmp_path, name):
     model = "" if name == "hf_shards" else str(folder / "model.json")
-    there = convert(folder / name, tmp_path / "step-1", "titanlite", model=model, log=quiet)
+    there = convert(
+        folder / name, tmp_path / "step-1", Options("titanlite", model=model), log=quiet
+    )
     original = open_full_state(folder / "source.pt")
     assert there.model == TIED
     assert all(torch.equal(there[key], original[key]) for key in original)
@@ -155,7 +157,9 @@ def test_the_last_shard_is_missed_by_the_model(folder, tmp_path):
     last.unlink()
     model = str(folder / "model.json")
     with pytest.raises(ConfigError, match=r"is \(2742, 32\); the model's is \(4112, 32\)"):
-        convert(tmp_path / "rows", tmp_path / "step-1", "titanlite", model=model, log=quiet)
+        convert(
+            tmp_path / "rows", tmp_path / "step-1", Options("titanlite", model=model), log=quiet
+        )
 
 
 def test_what_was_not_consolidated_is_named(folder, tmp_path):

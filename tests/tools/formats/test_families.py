@@ -14,10 +14,10 @@ from transformers_models import TOKENS, make
 
 from titanlite.model.attention import document_mask
 from titanlite.model.generate import generate
-from titanlite.tools.formats import check_export, huggingface
-from titanlite.tools.formats.convert import convert
+from titanlite.tools.formats import check_export, huggingface_config
+from titanlite.tools.formats.convert import Options, convert
 from titanlite.tools.formats.detect_format import open_full_state
-from titanlite.tools.formats.huggingface import family_of, to_config
+from titanlite.tools.formats.huggingface_config import family_of, to_config
 from titanlite.tools.formats.load_weights import load_model
 
 transformers = pytest.importorskip("transformers")
@@ -98,7 +98,7 @@ NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for
 def test_logits_text_and_weights_are_theirs(tmp_path, name):
     theirs = make(MODELS[name])
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="50KB")
-    full = convert(tmp_path / "hf", tmp_path / "ours", "titanlite", log=lambda text: None)
+    full = convert(tmp_path / "hf", tmp_path / "ours", Options("titanlite"), log=lambda text: None)
     ours = load_model(full, torch.device("cpu"), 128)
     with torch.no_grad():
         expected = theirs(TOKENS).logits
@@ -115,7 +115,7 @@ def test_logits_text_and_weights_are_theirs(tmp_path, name):
     )
     assert text == expected_text[0, 5:].tolist()
 
-    convert(tmp_path / "ours", tmp_path / "back", "hf", log=lambda text: None)
+    convert(tmp_path / "ours", tmp_path / "back", Options("hf"), log=lambda text: None)
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
     assert torch.equal(
         parameters_to_vector(back.parameters()), parameters_to_vector(theirs.parameters())
@@ -209,7 +209,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, fields, parts):
     config = transformers.AutoConfig.for_model(**{**theirs.config.to_dict(), **fields})
     config.save_pretrained(tmp_path / "hf")
     with refused("config.json", *parts):
-        convert(tmp_path / "hf", tmp_path / "ours", "titanlite", log=lambda text: None)
+        convert(tmp_path / "hf", tmp_path / "ours", Options("titanlite"), log=lambda text: None)
 
 
 def test_a_damaged_description_is_one_error_in_its_own_words(tmp_path):
@@ -236,29 +236,31 @@ def test_a_damaged_description_is_one_error_in_its_own_words(tmp_path):
 def test_formats_that_cannot_say_a_window_refuse_it(tmp_path, to):
     make(MODELS["mistral, window"]).save_pretrained(tmp_path / "hf")
     with refused(f"--to {to}", "a sliding window of 7", "allowed: titanlite"):
-        convert(tmp_path / "hf", tmp_path / "there", to, log=lambda text: None)
+        convert(tmp_path / "hf", tmp_path / "there", Options(to), log=lambda text: None)
 
 
 def test_a_conversion_compares_the_window(tmp_path, monkeypatch):
     """Its number, and by a second implementation what it does."""
     make(MODELS["mistral, window"]).save_pretrained(tmp_path / "hf")
     with monkeypatch.context() as patched:
-        patched.setattr(huggingface, "_to_window", lambda config, family: {"sliding_window": 8})
+        patched.setattr(
+            huggingface_config, "_to_window", lambda config, family: {"sliding_window": 8}
+        )
         with refused("sliding_window is 8; expected 7"):
-            convert(tmp_path / "hf", tmp_path / "a", "hf", log=lambda text: None)
+            convert(tmp_path / "hf", tmp_path / "a", Options("hf"), log=lambda text: None)
 
     def too_wide(documents, window):
         return document_mask(documents, window=window + 1)
 
     monkeypatch.setattr(check_export, "document_mask", too_wide)
     with refused("logits are", "apart from the source's"):
-        convert(tmp_path / "hf", tmp_path / "b", "hf", log=lambda text: None)
+        convert(tmp_path / "hf", tmp_path / "b", Options("hf"), log=lambda text: None)
 
 
 def test_a_model_that_transformers_does_not_have_is_refused(tmp_path):
     theirs = make(MODELS["qwen2"])
     theirs.save_pretrained(tmp_path / "hf")
-    full = convert(tmp_path / "hf", tmp_path / "ours", "titanlite", log=lambda text: None)
+    full = convert(tmp_path / "hf", tmp_path / "ours", Options("titanlite"), log=lambda text: None)
     model = dataclasses.replace(full.model, explicit_head_dim=10)
     with refused("model.qkv_bias with model.head_dim"):
         family_of(model)

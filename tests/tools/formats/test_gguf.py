@@ -16,7 +16,7 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats import gguf_file
-from titanlite.tools.formats.convert import convert, load_full_state
+from titanlite.tools.formats.convert import Options, convert, load_full_state
 from titanlite.tools.formats.load_weights import load_model
 
 gguf = pytest.importorskip("gguf")
@@ -43,7 +43,7 @@ def field(reader, name: str):
 def test_the_package_opens_what_was_written(tmp_path, name, dtype):
     config = MODELS[name]
     make_file(tmp_path / "model.pt", config)
-    convert(tmp_path / "model.pt", tmp_path / "model.gguf", dtype=dtype, log=quiet)
+    convert(tmp_path / "model.pt", tmp_path / "model.gguf", Options(dtype=dtype), log=quiet)
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
     weights = load_full_state(tmp_path / "model.pt")
     found = {tensor.name: tensor for tensor in reader.tensors}

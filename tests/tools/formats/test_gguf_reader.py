@@ -24,7 +24,7 @@ from titanlite.model.flavors import FLAVORS, RopeScaling
 from titanlite.model.generate import generate
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats import huggingface
-from titanlite.tools.formats.convert import convert, load_full_state
+from titanlite.tools.formats.convert import Options, convert, load_full_state
 from titanlite.tools.formats.gguf_file import BLOCK
 from titanlite.tools.formats.huggingface import LAYER
 from titanlite.tools.formats.load_weights import load_model, tokenizer_of
@@ -111,7 +111,7 @@ def test_logits_are_those_of_the_numbers_in_the_file(tmp_path, name, kind):
     with torch.no_grad():
         assert (ours(TOKENS) - theirs(TOKENS).logits).abs().max() <= 1e-5
     # And every other format can be made of it
-    convert(tmp_path / "a.gguf", tmp_path / "hf", "hf", log=quiet)
+    convert(tmp_path / "a.gguf", tmp_path / "hf", Options("hf"), log=quiet)
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     for (_, a), (_, b) in zip(back.named_parameters(), theirs.named_parameters(), strict=True):
         assert torch.equal(a, b)
@@ -125,7 +125,7 @@ def test_a_tokenizer_of_sentencepiece_is_read_and_converted(tmp_path, capsys, pr
     path = tmp_path / "a.gguf"
     assert main(["generate", str(path), "--prompt", "naïve", "--max-new-tokens=3"]) == 0
     assert capsys.readouterr().out.startswith("naïve")
-    convert(path, tmp_path / "hf", "hf", log=quiet)
+    convert(path, tmp_path / "hf", Options("hf"), log=quiet)
     # By the class that its tokenizer_config.json names: AutoTokenizer takes Qwen2's for a Qwen2
     exported = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
     for text in ("naïve  x", " a", "", "\U0001f642 zwei Wörter\n"):
@@ -135,7 +135,7 @@ def test_a_tokenizer_of_sentencepiece_is_read_and_converted(tmp_path, capsys, pr
 
 
 def test_a_window(tmp_path):
-    """Of all layers, as the file says no more."""
+    """All layers have the window, because the file says no more."""
     fields = MODELS["qwen2"] | {"use_sliding_window": True, "sliding_window": 9}
     theirs = make(fields | {"max_window_layers": 0})
     write(tmp_path / "a.gguf", theirs, "F32", add_sliding_window=9)
@@ -159,7 +159,7 @@ def test_transformers_reads_what_was_written(tmp_path, name, dtype):
     theirs = make(WRITTEN[name])
     theirs.save_pretrained(tmp_path / "hf")
     source = load_full_state(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "a.gguf", dtype=dtype, log=quiet)
+    convert(tmp_path / "hf", tmp_path / "a.gguf", Options(dtype=dtype), log=quiet)
     back = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="a.gguf", dtype=torch.float32
     )
@@ -220,7 +220,7 @@ OWN = {
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), "q8_0"])
 def test_own_exports_are_read_back(tmp_path, config, dtype):
     make_file(tmp_path / "a.pt", config)
-    convert(tmp_path / "a.pt", tmp_path / "a.gguf", dtype=dtype, log=quiet)
+    convert(tmp_path / "a.pt", tmp_path / "a.gguf", Options(dtype=dtype), log=quiet)
     full = load_full_state(tmp_path / "a.gguf")
     assert full.model == config
     original = load_full_state(tmp_path / "a.pt")
@@ -331,7 +331,7 @@ def test_a_released_model_answers(tmp_path):
     full = load_full_state(path)
     assert full.model == FLAVORS["smollm2_135m"]
     ours = load_model(full, torch.device("cpu"), 256)
-    convert(path, tmp_path / "hf", "hf", log=quiet)
+    convert(path, tmp_path / "hf", Options("hf"), log=quiet)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
 
     tokenizers = pytest.importorskip("tokenizers")
@@ -358,8 +358,8 @@ def test_a_released_model_answers(tmp_path):
 
 @pytest.mark.slow
 def test_the_perplexity_of_a_released_model(tmp_path, capsys):
-    """Of the first 8,000 characters of the standard library's textwrap.py: that of transformers,
-    which reads the same file, on the same ids.
+    """It equals that of transformers, which reads the same file, on the same ids: the first 8,000
+    characters of the standard library's textwrap.py.
     """
     path = released_model()
     text = Path(textwrap.__file__).read_text()[:8000]

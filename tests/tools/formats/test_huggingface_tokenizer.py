@@ -18,7 +18,7 @@ from titanlite.config.load import load_config
 from titanlite.tokenizer.tokenizer import BUNDLED, Tokenizer
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats.adopt import adopt_checkpoint
-from titanlite.tools.formats.convert import convert, load_full_state
+from titanlite.tools.formats.convert import Options, convert, load_full_state
 from titanlite.tools.formats.gguf_file import pre_tokenizer
 from titanlite.tools.formats.huggingface_tokenizer import (
     content_of,
@@ -78,7 +78,7 @@ def test_exports_to_hugging_face_and_back(run_of, style, tmp_path):
     transformers = pytest.importorskip("transformers")
     tokenizer, run, _ = run_of(style)
     ours = Tokenizer(tokenizer)
-    convert(run, tmp_path / "hf", "hf", log=quiet)
+    convert(run, tmp_path / "hf", Options("hf"), log=quiet)
     found = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert (
         found(TEXT, add_special_tokens=False)["input_ids"]
@@ -94,7 +94,7 @@ def test_exports_to_hugging_face_and_back(run_of, style, tmp_path):
         ("dcp", "dcp"),
         ("safetensors", "safetensors"),
     ):
-        convert(tmp_path / "hf", tmp_path / target, to, log=quiet)
+        convert(tmp_path / "hf", tmp_path / target, Options(to), log=quiet)
         again = load_full_state(tmp_path / target).about.tokenizer
         assert again is not None
         assert Tokenizer("x", again).content == ours.content
@@ -106,7 +106,7 @@ def test_biases_with_a_tokenizer_that_is_not_qwens(tmp_path, caplog):
     config = dataclasses.replace(EXPORTED["debug"], qkv_bias=True)
     make_file(tmp_path / "a.pt", config)
     with caplog.at_level(logging.WARNING):
-        convert(tmp_path / "a.pt", tmp_path / "hf", "hf", log=quiet)
+        convert(tmp_path / "a.pt", tmp_path / "hf", Options("hf"), log=quiet)
     assert "PreTrainedTokenizerFast.from_pretrained" in caplog.text
     text = "1234 na\u0069\u0308ve"
     ours = Tokenizer()
@@ -120,7 +120,7 @@ def test_biases_with_a_tokenizer_that_is_not_qwens(tmp_path, caplog):
 
 def test_a_folder_with_vocab_and_merges_alone(run_of, tmp_path, capsys):
     tokenizer, run, _ = run_of("gpt2")
-    convert(run, tmp_path / "hf", "hf", log=quiet)
+    convert(run, tmp_path / "hf", Options("hf"), log=quiet)
     (tmp_path / "hf/tokenizer.json").unlink()
     (tmp_path / "hf/tokenizer_config.json").unlink()
     write_vocab(tmp_path / "hf", "gpt2")
@@ -140,7 +140,7 @@ def test_a_folder_with_vocab_and_merges_alone(run_of, tmp_path, capsys):
 def test_metas_folder_keeps_the_file_that_metas_code_does_not_read(run_of, tmp_path, caplog):
     tokenizer, run, _ = run_of("qwen")
     with caplog.at_level(logging.WARNING):
-        convert(run, tmp_path / "meta", "llama", log=quiet)
+        convert(run, tmp_path / "meta", Options("llama"), log=quiet)
     assert "tokenizer.json, which Meta's code does not read" in caplog.text
     assert load_full_state(tmp_path / "meta").about.tokenizer == Tokenizer(tokenizer).content
 

@@ -10,7 +10,7 @@ import torch
 from model_builder import EVEN, build_stages, make_file
 from torch.distributed.tensor import DTensor
 
-from titanlite.tools.formats.convert import convert
+from titanlite.tools.formats.convert import Options, convert
 from titanlite.tools.formats.full_state import Part
 from titanlite.tools.formats.load_weights import read_weights
 
@@ -18,7 +18,7 @@ MODEL = dataclasses.replace(EVEN, qkv_bias=True)
 
 
 def bytes_read(folder: Path) -> dict[str, tuple[int, int]]:
-    """Of the tensors in the folder, and of this process's parts of the model, in three layouts."""
+    """Bytes read of the folder's tensors, and bytes of this process's parts, in three layouts."""
     total = 0
     original = Part.read
 
@@ -45,7 +45,9 @@ def bytes_read(folder: Path) -> dict[str, tuple[int, int]]:
 
 def test_each_rank_reads_its_part_of_a_folder(pool, tmp_path):
     make_file(tmp_path / "a.pt", MODEL)
-    convert(tmp_path / "a.pt", tmp_path / "hf", "hf", shard_size=20_000, log=lambda text: None)
+    convert(
+        tmp_path / "a.pt", tmp_path / "hf", Options("hf", shard_size=20_000), log=lambda text: None
+    )
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     # Which tp cuts by columns: they are read in whole rows
     of_columns = 4 * MODEL.num_layers * MODEL.dim * (MODEL.q_dim + MODEL.ffn_dim)

@@ -18,7 +18,7 @@ from model_builder import SMALL, make_file
 
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats import output_path
-from titanlite.tools.formats.convert import convert
+from titanlite.tools.formats.convert import Options, convert
 from titanlite.tools.formats.output_path import lock_target, publish, remove, temporary_path
 from titanlite.tools.formats.targets import TARGETS
 
@@ -193,7 +193,7 @@ def test_what_is_added_around_the_exchange_is_kept_in_every_format(
     def replace() -> None:
         nonlocal calls
         calls = 0
-        convert(tmp_path / "a.pt", target, to, verify=False, force=True, log=quiet)
+        convert(tmp_path / "a.pt", target, Options(to, verify=False, force=True), log=quiet)
 
     monkeypatch.setattr(output_path, "require_replaceable", check_and_add)
     replace()

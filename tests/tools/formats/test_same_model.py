@@ -24,7 +24,7 @@ from titanlite.model.flavors import LlamaConfig, RopeScaling, parameter_shapes
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats import meta
-from titanlite.tools.formats.convert import Mismatch, convert
+from titanlite.tools.formats.convert import Mismatch, Options, convert
 from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.load_weights import load_model, read_weights
 from titanlite.tools.formats.same_model import Stored, require_same_model, tensor_problems
@@ -112,7 +112,7 @@ def files(tmp_path_factory) -> Path:
     moments = {"optimizer.state.norm.weight.exp_avg": torch.ones(32)}
     source = make_file(folder / "source.pt", step=3, seq_len=16, training=moments)
     for name, (to, options) in STATED.items():
-        convert(source, folder / name, to, verify=False, log=quiet, **options)
+        convert(source, folder / name, Options(to, verify=False, **options), log=quiet)
     weights = small_model(config=FILE).state_dict()
     save_raw(folder, dict(weights))
     return folder
@@ -231,8 +231,8 @@ def test_a_run_is_refused_on_every_rank(pool, arguments, tmp_path):
     """
     config = dataclasses.replace(FILE, num_layers=4, ffn_dim=64, vocab_size=4112)
     make_file(tmp_path / "a.pt", config)
-    convert(tmp_path / "a.pt", tmp_path / "hf", "hf", log=quiet)
-    convert(tmp_path / "hf", tmp_path / "ours", "titanlite", log=quiet)
+    convert(tmp_path / "a.pt", tmp_path / "hf", Options("hf"), log=quiet)
+    convert(tmp_path / "hf", tmp_path / "ours", Options("titanlite"), log=quiet)
     for source in ("hf", "ours"):
         with run_refused(
             "rope_theta = 500000.0, and 1234.5 in",
@@ -260,7 +260,7 @@ def test_a_tied_file_is_read_into_a_tied_model(pool, tmp_path, twice):
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_the_head_of_a_tied_hugging_face_folder_must_be_its_embedding(tmp_path, equal):
-    convert(make_file(tmp_path / "a.pt", TIED), tmp_path / "hf", "hf", log=quiet)
+    convert(make_file(tmp_path / "a.pt", TIED), tmp_path / "hf", Options("hf"), log=quiet)
     weights = load_file(tmp_path / "hf/model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone() + (not equal)
     save_file(weights, tmp_path / "hf/model.safetensors")
@@ -271,7 +271,7 @@ def test_the_head_of_a_tied_hugging_face_folder_must_be_its_embedding(tmp_path, 
         with refused("'lm_head.weight'", "tied", "not a copy of its embedding"):
             require_same_model(full.path, full.about.model, full.tensors, TIED)
         with refused("'lm_head.weight'"):
-            convert(tmp_path / "hf", tmp_path / "b", "torch", log=quiet)
+            convert(tmp_path / "hf", tmp_path / "b", Options("torch"), log=quiet)
 
 
 def test_tables_of_rope_are_no_parameters(pool, tmp_path):
@@ -285,7 +285,9 @@ def test_tables_of_rope_are_no_parameters(pool, tmp_path):
     shape.write_text(SMALL.to_json())
     torch.save({"model": weights | {"rope.freqs": tables["rope.freqs"]}}, tmp_path / "a.pt")
     for source in ("a", "a.pt"):
-        convert(tmp_path / source, tmp_path / f"{source} hf", "hf", model=str(shape), log=quiet)
+        convert(
+            tmp_path / source, tmp_path / f"{source} hf", Options("hf", model=str(shape)), log=quiet
+        )
 
 
 @pytest.mark.slow
@@ -328,7 +330,7 @@ def test_a_converted_description_that_differs_is_found(files, tmp_path, monkeypa
     params = meta.to_params
     monkeypatch.setattr(meta, "to_params", lambda config: params(config) | {"norm_eps": 1e-4})
     with refused("norm_eps is 0.0001; expected 0.003", error=Mismatch):
-        convert(files / "hf", tmp_path / "there", to, log=quiet)
+        convert(files / "hf", tmp_path / "there", Options(to), log=quiet)
 
 
 FOREIGN: dict[str, tuple[list[str], str]] = {

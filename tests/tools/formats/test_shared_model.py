@@ -51,8 +51,8 @@ def texts_of(model: Any, rows: list[Row]) -> list[list[int]]:
 
 
 def shared_texts(path: Path, rows: list[list[Row]]) -> tuple[list[list[int]], int, bool]:
-    """Of this rank's rows; its bytes of parameters after that; and whether the logits of a batch
-    that is another on each rank are those of the whole model.
+    """Texts of this rank's rows; the bytes of its parameters after that; and whether the logits of
+    batches that differ between ranks are those of the whole model.
     """
     full = open_shared(path)
     shared = SharedModel(full, CPU, 32)

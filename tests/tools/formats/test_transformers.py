@@ -13,7 +13,7 @@ from torch.nn.utils import parameters_to_vector
 
 from titanlite.model.generate import generate
 from titanlite.tokenizer.tokenizer import BUNDLED, Tokenizer
-from titanlite.tools.formats.convert import convert, load_full_state
+from titanlite.tools.formats.convert import Options, convert, load_full_state
 from titanlite.tools.formats.load_weights import load_model
 
 transformers = pytest.importorskip("transformers")
@@ -28,7 +28,7 @@ def quiet(text: str) -> None:
 def test_transformers_gives_our_logits_and_our_text(tmp_path, name):
     config = MODELS[name]
     make_file(tmp_path / "model.pt", config)
-    convert(tmp_path / "model.pt", tmp_path / "hf", "hf", log=quiet)
+    convert(tmp_path / "model.pt", tmp_path / "hf", Options("hf"), log=quiet)
     ours = load_model(load_full_state(tmp_path / "model.pt"), torch.device("cpu"), 512)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", dtype=torch.float32
@@ -76,14 +76,14 @@ def test_their_models_give_their_logits_here(tmp_path, name):
         )
     ).eval()
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
-    full = convert(tmp_path / "hf", tmp_path / "ours", "titanlite", log=quiet)
+    full = convert(tmp_path / "hf", tmp_path / "ours", Options("titanlite"), log=quiet)
     assert full.model == config
     ours = load_model(full, torch.device("cpu"), 512)
     tokens = torch.randint(config.vocab_size, (2, 200), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         a, b = ours(tokens), theirs(tokens).logits
     assert (a - b).abs().max() <= 1e-5
-    convert(tmp_path / "ours", tmp_path / "back", "hf", log=quiet)
+    convert(tmp_path / "ours", tmp_path / "back", Options("hf"), log=quiet)
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
     assert torch.equal(
         parameters_to_vector(back.parameters()), parameters_to_vector(theirs.parameters())
@@ -93,7 +93,7 @@ def test_their_models_give_their_logits_here(tmp_path, name):
 @pytest.mark.slow
 def test_their_tokenizer_encodes_as_ours(tmp_path):
     make_file(tmp_path / "model.pt", MODELS["debug"])
-    convert(tmp_path / "model.pt", tmp_path / "hf", "hf", log=quiet)
+    convert(tmp_path / "model.pt", tmp_path / "hf", Options("hf"), log=quiet)
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), Tokenizer()
     texts = [
         path.read_text(errors="replace") for path in sorted(Path(os.__file__).parent.glob("*.py"))

@@ -26,8 +26,9 @@ from titanlite.distributed.run_folder import lock
 from titanlite.runtime.errors import ConfigError, printable
 from titanlite.runtime.progress import progress_bar
 from titanlite.tools.formats.convert import describe
-from titanlite.tools.formats.detect_format import is_step_folder, open_full_state
+from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.full_state import FullState
+from titanlite.tools.formats.step_folder import is_step_folder
 
 EXIT_DAMAGED = 1  # or the two checkpoints differ
 

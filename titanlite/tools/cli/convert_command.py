@@ -9,8 +9,9 @@ from pathlib import Path
 
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.cli.stops import stoppable
-from titanlite.tools.formats.convert import DTYPES, Mismatch, convert
+from titanlite.tools.formats.convert import Mismatch, convert
 from titanlite.tools.formats.detect_format import READABLE
+from titanlite.tools.formats.export import DTYPES, Options
 from titanlite.tools.formats.targets import TARGETS
 
 EXIT_MISMATCH = 1
@@ -68,19 +69,23 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--force", action="store_true", help="replace TARGET; convert NaN and infinity"
     )
-    options = vars(parser.parse_args(argv))
+    arguments = vars(parser.parse_args(argv))
+    source = arguments.pop("source")
+    target = arguments.pop("target")
     try:
         with stoppable():  # removes partial output
-            convert(**options, log=lambda text: print(text, file=sys.stderr, flush=True))
+            convert(source, target, Options(**arguments), _print)
     except Mismatch as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return EXIT_MISMATCH
     except OSError as error:
-        raise ConfigError(
-            f"{error.filename or options['target']}: {error.strerror or error}"
-        ) from None
+        raise ConfigError(f"{error.filename or target}: {error.strerror or error}") from None
     return 0
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _step(text: str) -> int:

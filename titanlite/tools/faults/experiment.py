@@ -33,6 +33,7 @@ from titanlite.tools.faults.catalogue import find_fault
 from titanlite.tools.faults.fault import Fault
 from titanlite.tools.formats.check_export import TOLERANCE, compare_tensors, logits_difference
 from titanlite.tools.formats.convert import convert, load_full_state
+from titanlite.tools.formats.export import Options
 from titanlite.tools.formats.full_state import FullTensor
 from titanlite.tools.prepare.cache import prepare
 from titanlite.tools.verify.campaign import reference_key, tolerances_of
@@ -68,6 +69,7 @@ RUN = [
     "--run.name=run",
 ]
 ADAPTERS = ["--lora.rank=4", "--optimizer.lr=0.01"]
+EXPORT = Options(to="hf", verify=False)
 RUN_TOLERANCE = 1e-5
 TIMEOUT = 300  # seconds, of a call that takes a few; other programs may use the cores
 
@@ -249,10 +251,10 @@ def export_planted(name: str, folder: Path) -> tuple[float, float]:
     save_model(source)
     target = folder / "exported"
     with plant(name):
-        result = convert(source, target, "hf", verify=False, log=lambda text: None)
+        result = convert(source, target, EXPORT, log=lambda text: None)
         written = load_full_state(source)
         problems = compare_tensors(written, result, unrounded, False, lambda num_bytes: None)
-        difference, largest = logits_difference(written, target, "hf", result, unrounded)
+        difference, largest = logits_difference(written, result, unrounded, half_split=True)
     return float(len(problems)), difference / largest
 
 
@@ -262,9 +264,9 @@ def merge_planted(name: str, trained: Path, run: Path) -> float:
     """
     target = run.parent / "exported"
     with plant(name):
-        result = convert(run, target, "hf", verify=False, log=lambda text: None)
+        result = convert(run, target, EXPORT, log=lambda text: None)
     source = load_full_state(trained)
-    difference, largest = logits_difference(source, target, "hf", result, unrounded)
+    difference, largest = logits_difference(source, result, unrounded, half_split=True)
     return difference / largest
 
 

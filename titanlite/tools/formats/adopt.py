@@ -1,8 +1,8 @@
 """`model.flavor = "from_checkpoint"`: model and tokenizer of the weights that a run begins with.
 
 What it is: the description in `checkpoint.initial_load` becomes keys of the config, which the run
-records in its config.toml. A key that the user sets stays as it is; if it
-contradicts the weights, loading them reports it.
+records in its config.toml. A key that the user sets stays as it is; if it contradicts the weights,
+loading them reports it.
 What it costs: headers and small files are read.
 """
 
@@ -53,7 +53,7 @@ def adopt_checkpoint(config: Config) -> Config:
 
 
 def fingerprint_of(path: Path) -> str:
-    """Of the weights at a path. Raises ConfigError or CorruptCheckpoint."""
+    """The fingerprint of the weights at a path. Raises ConfigError or CorruptCheckpoint."""
     return fingerprint(open_full_state(path))
 
 

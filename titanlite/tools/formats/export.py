@@ -1,14 +1,16 @@
-"""What of a checkpoint is written: which tensors, in which dtype and order of rows, as a stream of
-row blocks.
+"""What `convert` writes of a checkpoint: which tensors, in which dtype and order of rows.
 
-What it is: `Export` holds an `Outgoing` for each tensor; its rows are read, converted and checked
-for NaN and infinity when a writer asks for them, so that memory stays that of one block.
+What it is: `Options` are the choices of the user. `Export` holds an `Outgoing` for each tensor; its
+rows are read, converted and checked for NaN and infinity when a writer asks for them, so that
+memory stays that of one block.
 What it costs: one look at each number, beside reading and converting it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,7 +19,25 @@ from torch import Tensor
 from titanlite.checkpoint.shard_file import is_finite
 from titanlite.tools.formats.full_state import FullState, FullTensor, half_split
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Q8_0 = "q8_0"  # GGUF's 8-bit integers, 32 with one scale
 SHARD_SIZE = 5_000_000_000  # bytes
+
+
+@dataclass(frozen=True)
+class Options:
+    """How `convert` reads its source and writes its target."""
+
+    to: str = ""  # a name in `targets.TARGETS`; empty: by the target's suffix
+    dtype: str = ""  # of the weights: bf16, fp16, fp32, for gguf also q8_0; empty: the source's
+    full: bool = False  # also optimizer and training state
+    shard_size: int = 0  # bytes per file of a format with several; 0: SHARD_SIZE
+    step: int | None = None  # which checkpoint of a run; None: the newest
+    weights: str = "model"  # of a run: its own, or "ema", their average
+    model: str = ""  # a flavor or a model.json, for sources without the model's shape
+    adapter: Path | None = None  # adapters to add to the weights
+    verify: bool = True  # compare the output with the source
+    force: bool = False  # replace an existing target; write NaN and infinity
 
 
 class Outgoing(NamedTuple):
@@ -33,33 +53,26 @@ class Outgoing(NamedTuple):
 
 
 class Export:
-    """A checkpoint to be written: `model` by parameter name, and `others` if `full`.
+    """A checkpoint to be written: `model` by parameter name, and `others` with `--full`.
 
-    `dtype` is that of the weights, None for the source's; `q8` is GGUF's q8_0. Moments and counts
-    keep their dtype: a run resumes from them exactly. `nonfinite` collects the names of tensors
-    with NaN or infinity as they are written; `progress` is called with the bytes of each block.
+    Moments and counts keep their dtype: a run resumes from them exactly. `nonfinite` collects the
+    names of tensors with NaN or infinity as they are written; `progress` is called with the bytes
+    of each block.
     """
 
-    def __init__(
-        self,
-        state: FullState,
-        dtype: torch.dtype | None,
-        q8: bool = False,
-        full: bool = False,
-        shard_size: int = 0,
-    ) -> None:
+    def __init__(self, state: FullState, options: Options) -> None:
         self.state = state
-        self.dtype = dtype
-        self.q8 = q8
-        self.full = full
-        self.shard_size = shard_size or SHARD_SIZE
+        self.dtype = DTYPES.get(options.dtype)  # None: the source's, or q8_0
+        self.q8 = options.dtype == Q8_0
+        self.full = options.full
+        self.shard_size = options.shard_size or SHARD_SIZE
         self.nonfinite: set[str] = set()
         self.progress: Callable[[int], object] = lambda nbytes: None
         self.model = {name: self.weight(name) for name in state.tensors}
-        others = state.others.items() if full else ()
-        self.others = {
-            name: self._outgoing(name, tensor, tensor.dtype, 0) for name, tensor in others
-        }
+        self.others: dict[str, Outgoing] = {}
+        if options.full:
+            for name, tensor in state.others.items():
+                self.others[name] = self._outgoing(name, tensor, tensor.dtype, 0)
 
     def weight(self, name: str, head_dim: int = 0) -> Outgoing:
         """A weight to write; with `head_dim`, its rows in Hugging Face's order."""
@@ -75,15 +88,15 @@ class Export:
     ) -> Outgoing:
         def blocks() -> Iterator[Tensor]:
             for block in tensor.blocks(head_dim or 1):
-                yield self.examine(
-                    name, (half_split(block, head_dim) if head_dim else block).to(dtype)
-                )
+                ordered = half_split(block, head_dim) if head_dim else block
+                yield self.examine(name, ordered.to(dtype))
 
         return Outgoing(dtype, tensor.shape, blocks)
 
     def examine(self, name: str, block: Tensor) -> Tensor:
-        """The block, after it was checked and counted: a number too large for fp16 becomes
-        infinity, for example.
+        """Returns the block after checking and counting it.
+
+        It is checked as it is written: a number too large for fp16 becomes infinity, for example.
         """
         if not is_finite(block):
             self.nonfinite.add(name)

@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 
 from titanlite.tools.formats.convert import convert
+from titanlite.tools.formats.export import Options
 
 logger = logging.getLogger("titanlite")
 TARGETS = {"hf": "export-hf", "torch": "model.pt", "peft": "export-peft"}
@@ -22,6 +23,6 @@ def export_run(folder: Path, form: str) -> None:
     """
     target = folder / TARGETS[form]
     try:
-        convert(folder, target, form, force=True)
+        convert(folder, target, Options(to=form, force=True))
     except Exception as error:  # also of torch and safetensors
         logger.warning("checkpoint.export = %s: %s was not written: %s", form, target, error)

@@ -47,7 +47,7 @@ class Part:
         return len(self.strides) > 1 and self.strides[0] < max(self.strides)
 
     def locate(self, file: BinaryIO) -> tuple[int, tuple[int, ...]]:
-        """`begin` and `strides`; a subclass may need the open file to know them."""
+        """Returns `begin` and `strides`; a subclass may need the open file to know them."""
         return self.begin, self.strides
 
     def read(self, dtype: torch.dtype, start: int, stop: int) -> Tensor:
@@ -95,7 +95,7 @@ class Part:
 
 @dataclass(frozen=True)
 class FullTensor:
-    """One whole tensor.
+    """A whole tensor, of one or several parts.
 
     `half_split`: the head width if its rows lie in Hugging Face's order, else 0.
     """
@@ -164,7 +164,7 @@ def same_numbers(a: FullTensor, b: FullTensor) -> bool:
 
 
 def half_split(rows: Tensor, width: int) -> Tensor:
-    """Rows of wq or wk in Hugging Face's order: of each head, first the even rows, then the odd.
+    """Permutes rows of wq or wk into Hugging Face's order: of each head the even, then the odd.
 
     RoPE rotates pairs of rows: (2i, 2i + 1) in Meta's code and here, (i, i + width / 2) in theirs.
     rows: (heads * width, D).
@@ -173,14 +173,14 @@ def half_split(rows: Tensor, width: int) -> Tensor:
 
 
 def interleave(rows: Tensor, width: int) -> Tensor:
-    """The inverse of `half_split`."""
+    """Permutes rows back: the inverse of `half_split`."""
     return rows.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
 
 @dataclass
 class About:
-    """A checkpoint's description beside its tensors; None or empty where the format has no such
-    field.
+    """What is known of a checkpoint beside its tensors. Fields that its format does not have are
+    None or empty.
     """
 
     format: str
@@ -197,7 +197,7 @@ class About:
 
 
 class Record(NamedTuple):
-    """Bytes of a file and their CRC-32; None: the file was saved without."""
+    """Bytes of a file and their CRC-32, which is None if the file was saved without."""
 
     file: Path
     begin: int
@@ -206,7 +206,7 @@ class Record(NamedTuple):
     name: str
 
     def problem(self, progress: Callable[[int], object] | None = None) -> str:
-        """What is wrong with the bytes, or "".
+        """Says what is wrong with the bytes; "" if nothing is.
 
         `progress` is called with the number of bytes of each block.
         """
@@ -251,7 +251,7 @@ class FullState(Mapping[str, Tensor]):
         self.tensors = tensors
         self.others = others or {}
         self.records: list[Record] = []
-        self.sources: list[FullState] = []  # of merged adapters: the model's, and theirs
+        self.sources: list[FullState] = []  # a model and its adapters, if this is their sum
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name].read()

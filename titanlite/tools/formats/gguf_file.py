@@ -30,6 +30,7 @@ from titanlite.tools.formats import huggingface
 from titanlite.tools.formats.export import Export
 from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part, half_split
 from titanlite.tools.formats.gguf_tokenizer import name_of
+from titanlite.tools.formats.huggingface_config import family_of
 from titanlite.tools.formats.huggingface_tokenizer import merge_list, template_adds
 
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -79,7 +80,7 @@ def architecture_of(config: LlamaConfig) -> str:
             f"--to gguf: the model has a sliding window of {config.sliding_window}, which "
             f"llama.cpp does not read; {ALL_MODELS}"
         )
-    architecture = huggingface.family_of(config)  # without a window one of ARCHITECTURES
+    architecture = family_of(config)  # without a window one of ARCHITECTURES
     kind = config.rope_scaling.kind if config.rope_scaling else "none"
     allowed = ("none", "llama3") if architecture == "llama" else ("none",)
     if kind not in allowed:
@@ -91,14 +92,14 @@ def architecture_of(config: LlamaConfig) -> str:
 
 
 def stored_width(name: str, architecture: str, config: LlamaConfig) -> int:
-    """The width of a head if a parameter's rows are in Hugging Face's order in the file, else 0."""
+    """The width of a head if the file has a parameter's rows in Hugging Face's order, else 0."""
     if architecture != "llama" and huggingface.is_permuted(name):
         return config.head_dim
     return 0
 
 
 def names(config: LlamaConfig) -> dict[str, str]:
-    """Our parameter name -> that in a GGUF file, in our order."""
+    """Names in a GGUF file by our parameter names, in our order."""
     result = {"tok_embeddings.weight": "token_embd.weight"}
     for i in range(config.num_layers):
         for name in block_shapes(config):
@@ -131,7 +132,7 @@ def kind_of(tensor: FullTensor, dtype: torch.dtype | None, q8: bool) -> str:
 
 
 def rounded(tensor: FullTensor, rows: Tensor, dtype: torch.dtype | None, q8: bool) -> Tensor:
-    """These rows as a reader of the file gets them."""
+    """Rounds rows to what a reader of the file gets."""
     kind = kind_of(tensor, dtype, q8)
     if kind == "Q8_0":
         return torch.from_numpy(_dequantized(_encoded(rows, kind)))
@@ -139,7 +140,7 @@ def rounded(tensor: FullTensor, rows: Tensor, dtype: torch.dtype | None, q8: boo
 
 
 def _encoded(rows: Tensor, kind: str) -> np.ndarray:
-    """The bytes of these rows, (rows, bytes), or (numbers,) in fp32."""
+    """Encodes rows: (rows, bytes), or for a vector (numbers,) in fp32."""
     if kind == "Q8_0":
         gguf = package()
         with np.errstate(over="ignore"):  # `Export.examine` finds scales that overflow fp16
@@ -305,7 +306,10 @@ class QuantizedTensor(FullTensor):
 
 
 def read_back(path: Path, config: LlamaConfig) -> FullState:
-    """The tensors of such a file by our names. Raises KeyError if one is missing."""
+    """Opens a file that `write` made. Raises KeyError if a tensor is missing.
+
+    `gguf_reader.py` would refuse scalings of RoPE that no released model has.
+    """
     gguf = package()
     entries = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     architecture = architecture_of(config)

@@ -39,7 +39,7 @@ from titanlite.tools.formats.gguf_file import (
     stored_width,
 )
 
-LLAMA3_FACTORS = (8.0, 32.0)  # of the released models
+LLAMA3_FACTORS = (8.0, 32.0)  # those of released models
 VERSIONS = (2, 3)
 # The format's types of values, by number: those of struct, text, and arrays
 NUMBERS = {
@@ -57,7 +57,7 @@ NUMBERS = {
 }
 TEXT = 8
 ARRAY = 9
-MOST_ITEMS = 1 << 22  # of an array; a tokenizer has fewer tokens
+MOST_ITEMS = 1 << 22  # in an array; a tokenizer has fewer tokens
 
 
 class _Header:
@@ -112,7 +112,10 @@ class Content(NamedTuple):
 
 
 def read_header(path: Path) -> Content:
-    """Raises ValueError for a file that is not complete, ConfigError for types without a reader."""
+    """Reads all but the tensors' numbers.
+
+    Raises ValueError for a file that is not complete, ConfigError for types without a reader.
+    """
     gguf = package()
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -272,7 +275,7 @@ def _shortest(value: float) -> float:
 
 
 def _llama3_scaling(path: Path, config: LlamaConfig, factors: np.ndarray[Any, Any]) -> RopeScaling:
-    """Llama 3.1's scaling, of which the file has the divisor of each frequency."""
+    """Finds Llama 3.1's scaling: the file has only the divisor of each frequency."""
     for factor in LLAMA3_FACTORS:
         scaling = RopeScaling(factor)
         expected = frequency_factors(dataclasses.replace(config, rope_scaling=scaling))

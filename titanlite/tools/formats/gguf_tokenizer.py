@@ -55,7 +55,7 @@ PRE_TOKENIZERS: dict[str, tuple[list[Json], bool]] = {
 
 
 def name_of(tokenizer: Tokenizer) -> str:
-    """llama.cpp's name of how a tokenizer.json cuts text; "" if it has none."""
+    """llama.cpp's name for the way in which a tokenizer.json cuts text; "" if it has none."""
     main = json.loads(tokenizer.files[JSON_FILES[0]])
     own = steps(main.get("pre_tokenizer"), "pretokenizers")
     whole_words = main["model"].get("ignore_merges", False)
@@ -95,7 +95,7 @@ def read_tokenizer(path: Path, fields: dict[str, Any]) -> bytes | None:
 
 
 def _content(fields: dict[str, Any]) -> bytes:
-    """tokenizer.json, a NUL and tokenizer_config.json."""
+    """Joins tokenizer.json, a NUL and tokenizer_config.json."""
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     types: list[int] = fields["tokenizer.ggml.token_type"]
     added = [

@@ -35,9 +35,7 @@ logger = logging.getLogger("titanlite")
 
 
 def files_of(content: bytes) -> dict[str, bytes]:
-    """The files, by name, with which a folder has a tokenizer: `Tokenizer.files`, without reading
-    them.
-    """
+    """The files of a tokenizer by name, as `Tokenizer.files`; their content is not looked at."""
     main, _, config = content.partition(b"\0")
     if main.lstrip()[:1] != b"{":
         return {RANK_FILE: content}
@@ -74,7 +72,7 @@ def to_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, bytes]:
 
 
 def merge_list(tokenizer: Tokenizer) -> list[str]:
-    """Its merges in order, as `first second`."""
+    """The merges of a tokenizer in order, as `first second`."""
     main, _ = _parsed(tokenizer) or (None, None)
     if main is None:
         return [f"{to_text(a)} {to_text(b)}" for a, b in merges_of(tokenizer.tokens)]
@@ -84,7 +82,7 @@ def merge_list(tokenizer: Tokenizer) -> list[str]:
 
 
 def template_adds(tokenizer: Tokenizer) -> tuple[bool, bool]:
-    """Whether `transformers` and llama.cpp put its bos before a text, and its eos after it."""
+    """Whether `transformers` and llama.cpp add bos before a text, and whether eos after it."""
     files = _parsed(tokenizer)
     if files is None:  # a rank file, of which `_main` says the same
         return True, False
@@ -108,7 +106,7 @@ def _names(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _main(tokenizer: Tokenizer) -> dict[str, Any]:
-    """tokenizer.json of a rank file."""
+    """Makes the tokenizer.json of a rank file."""
     special = tokenizer.special
     tokens = tokenizer.tokens
     bos = _names(tokenizer)["bos_token"]

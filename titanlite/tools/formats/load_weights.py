@@ -1,35 +1,33 @@
 """Weights from a checkpoint of any format into a model: into a new run under any layout, or into
 one process.
 
-What it is: used by `checkpoint.initial_load`, `titanlite generate` and other tools. Each process
-reads the rows of its own parts from a `FullState`. A step folder is read through its manifest, its
-hashes verified.
-What it costs: the parameters in fp32 once; each process reads only the rows of its own shards, of
-what tensor parallelism cuts by columns (wo and w2) in their whole width. Where the file of a tied
-model has an output besides the embedding, each reads both completely, to see that they are equal.
+What it is: used by `checkpoint.initial_load`, `titanlite generate` and other tools. A step folder
+is loaded as a resumed run loads it (`checkpoint/planner.py`): by its manifest, so that a process
+opens only the files that hold its parts. Of other formats each process reads the rows of its own
+parts from a `FullState`.
+What it costs: the parameters in fp32 once; each process reads only the rows of its own shards, and
+of what tensor parallelism cuts by columns (wo and w2) whole rows. If the file of a tied model has
+an output besides the embedding, each process reads both completely, to see that they are equal.
 Files with hashes or CRC-32 are read twice, the first time for these. A few collectives, to agree on
 errors.
 """
 
 from __future__ import annotations
 
-import bisect
 import logging
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
-from titanlite.checkpoint.folders import find_step_folder, list_steps, step_folder
+from titanlite.checkpoint.folders import find_step_folder
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, Manifest, read_manifest
 from titanlite.checkpoint.planner import LocalParts, Part, PlacementLoadPlanner
 from titanlite.checkpoint.shard_file import is_finite
 from titanlite.checkpoint.state import ModelState
-from titanlite.checkpoint.step_files import read_file, verify_files, verify_together
+from titanlite.checkpoint.step_files import read_file, verify_together
 from titanlite.checkpoint.storage import StepReader, loading
 from titanlite.config.schema import CheckpointConfig
 from titanlite.distributed.agreement import PATIENT, broadcast_from_rank0, on_all_ranks
@@ -40,82 +38,128 @@ from titanlite.parallel.lora import is_adapter
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tokenizer.tokenizer_json import JSON_FILES, RANK_FILE
-from titanlite.tools.formats.detect_format import (
-    drop_tied_output,
-    is_step_folder,
-    model_of,
-    open_full_state,
-)
-from titanlite.tools.formats.full_state import BLOCK, FullState, FullTensor, Record
+from titanlite.tools.formats.detect_format import drop_tied_output, open_full_state
+from titanlite.tools.formats.full_state import BLOCK, FullState, FullTensor
 from titanlite.tools.formats.huggingface_tokenizer import content_of
+from titanlite.tools.formats.intact import other_steps, require_intact
 from titanlite.tools.formats.same_model import (
     Stored,
     mismatches,
     require_same_model,
     tensor_problems,
 )
+from titanlite.tools.formats.step_folder import is_step_folder, model_of
 
 logger = logging.getLogger("titanlite")
 
 
-def require_intact(
-    full: FullState,
-    everything: bool = False,
-    progress: Callable[[int], object] | None = None,
-    share: slice = slice(None),
+def load_weights(
+    config: CheckpointConfig, model: ModelState, llama: LlamaConfig, tokenizer: Tokenizer
 ) -> None:
-    """Raises CorruptCheckpoint unless the weights, or all files, match their hashes, if the format
-    has any.
+    """Replaces `model`'s weights with those that `checkpoint.initial_load` names; all processes
+    call it together.
 
-    A stock DCP folder has its CRC-32 within its files: they are compared when a tensor is read.
-    `share`: which of the records of torch.save files are compared, all by default.
+    Raises ConfigError if they are damaged, not finite or not those of the model.
     """
-    for source in full.sources:
-        require_intact(source, everything, progress, share)
-    if full.sources:
-        return
-    weights = _places(full.tensors)
-    others = _places(full.others)
-    records = []
-    for record in full.records:
-        only_others = _within(record, others) and not _within(record, weights)
-        if record.length and (everything or not only_others):
-            records.append(record)
-
-    def check(record: Record) -> str:
-        problem = record.problem(progress)
-        if not problem:
-            return ""
-        return f"{record.file}: {record.name!r} is damaged: {problem}"
-
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
-        problems = [problem for problem in threads.map(check, records[share]) if problem]
-    if problems:
-        raise CorruptCheckpoint(problems[:6])
-    if full.about.format == "titanlite":
-        manifest = read_manifest(full.path)
-        names = list(manifest.files)
-        if not everything:
-            needed = {"model.json"}
-            for tensor in full.tensors.values():
-                needed |= {part.file.name for part in tensor.parts}
-            names = [name for name in names if name in needed]
-        problems = verify_files(full.path, manifest, names, progress)
-        if problems:
-            raise CorruptCheckpoint([*problems, _other_steps(full.path)])
+    weights = model.state_dict()
+    origin = read_weights(Path(config.initial_load), weights, llama, tokenizer.content)
+    logger.info("loading weights from %s", origin)
+    model.load_state_dict(weights)
 
 
-def _places(tensors: dict[str, FullTensor]) -> list[tuple[str, int]]:
-    """Where tensors begin, in order."""
-    return sorted(
-        (str(part.file), part.begin) for tensor in tensors.values() for part in tensor.parts
+def read_weights(path: Path, state: dict[str, Any], model: LlamaConfig, tokenizer: bytes) -> Path:
+    """Fills `state` (parameter name -> tensor or DTensor) from a checkpoint of any format, of a run
+    from its newest.
+
+    All processes call it together, in any layout, and each reads its own rows; returns the path.
+    Raises ConfigError if the checkpoint is damaged, not finite or of another model than `model`.
+    """
+    if broadcast_from_rank0(lambda: is_step_folder(path) and not _has_adapters(path)):
+        # Rank 0 chooses for all: the run it belongs to may be saving another one now.
+        folder = Path(broadcast_from_rank0(lambda: str(find_step_folder(path))))
+        _read_step(folder, state, model, tokenizer)
+        return folder
+    full = on_all_ranks(lambda: open_full_state(path), PATIENT)
+    # Divided among the ranks of a node, because each node may have another copy.
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    share = slice(local_rank, None, local_world_size)
+    on_all_ranks(lambda: require_intact(full, share=share), PATIENT)
+    _compare_tokenizers(path, full.about.tokenizer, tokenizer)
+    on_all_ranks(lambda: _fill_same_model(full, state, model), PATIENT)
+    return path
+
+
+def _has_adapters(path: Path) -> bool:
+    """Whether a run's newest step holds adapters, which are added to the weights of its model."""
+    manifest = read_manifest(find_step_folder(path))
+    return any(map(is_adapter, manifest.tensors))
+
+
+def _read_step(folder: Path, state: dict[str, Any], model: LlamaConfig, tokenizer: bytes) -> None:
+    """Fills `state` from a step folder."""
+    try:
+        manifest = verify_together(folder, "model")
+    except CorruptCheckpoint as error:
+        raise CorruptCheckpoint([*error.problems, other_steps(folder)]) from None
+    if not manifest.finite:
+        raise ConfigError(f"{folder}: holds NaN or infinity; choose another step")
+    on_all_ranks(lambda: _require_manifest_of(folder, manifest, model), PATIENT)
+    names = [name for name in (RANK_FILE, *JSON_FILES) if name in manifest.files]
+    saved = content_of(
+        on_all_ranks(lambda: {name: read_file(folder, manifest, name) for name in names})
     )
+    _compare_tokenizers(folder, saved, tokenizer)
+    with loading(folder):
+        dcp.load(
+            {"model": state},
+            storage_reader=StepReader(folder, manifest),
+            planner=PlacementLoadPlanner(),
+            process_group=checkpoint_group(),
+        )
 
 
-def _within(record: Record, places: list[tuple[str, int]]) -> bool:
-    """Whether one of the places is within the record."""
-    first = bisect.bisect_left(places, (str(record.file), record.begin))
-    return first < len(places) and places[first] < (str(record.file), record.begin + record.length)
+def _require_manifest_of(folder: Path, manifest: Manifest, model: LlamaConfig) -> None:
+    """Raises ConfigError if the manifest lists tensors of another model; no shard is opened."""
+    name = "model.json"
+    stated: LlamaConfig | None = None
+    if name in manifest.files:
+        stated = model_of(folder / name, read_file(folder, manifest, name))
+    tensors = {
+        name.removeprefix("model."): Stored(DTYPES[entry.dtype], entry.shape)
+        for name, entry in manifest.tensors.items()
+        if name.startswith("model.")
+    }
+    require_same_model(folder, stated, tensors, model)
+
+
+def _compare_tokenizers(path: Path, saved: bytes | None, tokenizer: bytes) -> None:
+    """Warns if the weights were trained with another tokenizer."""
+    if saved is None or saved == tokenizer:
+        return
+    try:  # the same encoding can be in several files, with other special tokens
+        a = Tokenizer(path, saved)
+        b = Tokenizer(path, tokenizer)
+        same = (a.tokens, a.ranks, a.pattern, a.nfc) == (b.tokens, b.ranks, b.pattern, b.nfc)
+        same = same and not a.whole_documents  # whose merges are not known
+    except ConfigError:
+        same = False
+    if not same:
+        logger.warning(
+            "%s: was trained with another tokenizer; its embeddings belong to other tokens", path
+        )
+
+
+def _fill_same_model(full: FullState, state: dict[str, Any], model: LlamaConfig) -> None:
+    """Fills `state` from a checkpoint of this model. Raises ConfigError if it is of another one."""
+    if full.about.model is None and model.tied_embeddings:
+        drop_tied_output(full)
+    require_same_model(full.path, full.about.model, full.tensors, model)
+    names = fill(full, state)
+    if names:
+        raise ConfigError(
+            [f"{full.path}: {name!r} holds NaN or infinity; expected numbers" for name in names[:3]]
+        )
 
 
 def open_verified(
@@ -146,117 +190,6 @@ def tokenizer_of(full: FullState, path: str = "") -> Tokenizer:
     return Tokenizer(full.path, full.about.tokenizer)
 
 
-def load_weights(
-    config: CheckpointConfig, model: ModelState, llama: LlamaConfig, tokenizer: Tokenizer
-) -> None:
-    """Replaces `model`'s weights with those that `checkpoint.initial_load` names; all processes
-    call it together.
-
-    Raises ConfigError if they are damaged, not finite or not those of the model.
-    """
-    weights = model.state_dict()
-    origin = read_weights(Path(config.initial_load), weights, llama, tokenizer.content)
-    logger.info("loading weights from %s", origin)
-    model.load_state_dict(weights)
-
-
-def read_weights(path: Path, state: dict[str, Any], model: LlamaConfig, tokenizer: bytes) -> Path:
-    """Fills `state` (parameter name -> tensor or DTensor) from a checkpoint of any format, of a run
-    from its newest.
-
-    All processes call it together, in any layout, and each reads its own rows; returns the path.
-    Raises ConfigError if the checkpoint is damaged, not finite or of another model than `model`.
-    """
-    if not broadcast_from_rank0(lambda: is_step_folder(path) and not _has_adapters(path)):
-        full = on_all_ranks(lambda: open_full_state(path), PATIENT)
-        # Divided among the ranks of a node, because each node may have another copy.
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        share = slice(local_rank, None, local_world_size)
-        on_all_ranks(lambda: require_intact(full, share=share), PATIENT)
-        _compare_tokenizers(path, full.about.tokenizer, tokenizer)
-        on_all_ranks(lambda: _fill(full, state, model), PATIENT)
-        return path
-    # Rank 0 chooses for all: the run it belongs to may be saving another one now.
-    folder = Path(broadcast_from_rank0(lambda: str(find_step_folder(path))))
-    try:
-        manifest = verify_together(folder, "model")
-    except CorruptCheckpoint as error:
-        raise CorruptCheckpoint([*error.problems, _other_steps(folder)]) from None
-    if not manifest.finite:
-        raise ConfigError(f"{folder}: holds NaN or infinity; choose another step")
-    on_all_ranks(lambda: _require_same_model(folder, manifest, model), PATIENT)
-    names = [name for name in (RANK_FILE, *JSON_FILES) if name in manifest.files]
-    saved = content_of(
-        on_all_ranks(lambda: {name: read_file(folder, manifest, name) for name in names})
-    )
-    _compare_tokenizers(folder, saved, tokenizer)
-    with loading(folder):
-        dcp.load(
-            {"model": state},
-            storage_reader=StepReader(folder, manifest),
-            planner=PlacementLoadPlanner(),
-            process_group=checkpoint_group(),
-        )
-    return folder
-
-
-def _has_adapters(path: Path) -> bool:
-    """Whether a run's newest step holds adapters, which are added to the weights of its model."""
-    manifest = read_manifest(find_step_folder(path))
-    return any(map(is_adapter, manifest.tensors))
-
-
-def _compare_tokenizers(path: Path, saved: bytes | None, tokenizer: bytes) -> None:
-    if saved is None or saved == tokenizer:
-        return
-    try:  # the same encoding can be in several files, with other special tokens
-        a = Tokenizer(path, saved)
-        b = Tokenizer(path, tokenizer)
-        same = (a.tokens, a.ranks, a.pattern, a.nfc) == (b.tokens, b.ranks, b.pattern, b.nfc)
-        same = same and not a.whole_documents  # whose merges are not known
-    except ConfigError:
-        same = False
-    if not same:
-        logger.warning(
-            "%s: was trained with another tokenizer; its embeddings belong to other tokens", path
-        )
-
-
-def _fill(full: FullState, state: dict[str, Any], model: LlamaConfig) -> None:
-    if full.about.model is None and model.tied_embeddings:
-        drop_tied_output(full)
-    require_same_model(full.path, full.about.model, full.tensors, model)
-    names = fill(full, state)
-    if names:
-        raise ConfigError(
-            [f"{full.path}: {name!r} holds NaN or infinity; expected numbers" for name in names[:3]]
-        )
-
-
-def _require_same_model(folder: Path, manifest: Manifest, model: LlamaConfig) -> None:
-    """Of a step folder, by its manifest alone: its shards may be many."""
-    name = "model.json"
-    stated: LlamaConfig | None = None
-    if name in manifest.files:
-        stated = model_of(folder / name, read_file(folder, manifest, name))
-    tensors = {
-        name.removeprefix("model."): Stored(DTYPES[entry.dtype], entry.shape)
-        for name, entry in manifest.tensors.items()
-        if name.startswith("model.")
-    }
-    require_same_model(folder, stated, tensors, model)
-
-
-def _other_steps(folder: Path) -> str:
-    others = [
-        str(step)
-        for step in list_steps(folder.parent)
-        if step_folder(folder.parent, step) != folder
-    ]
-    return f"{folder} is damaged; other steps in {folder.parent}: {', '.join(others) or 'none'}"
-
-
 def load_model(full: FullState, device: torch.device, seq_len: int) -> Llama:
     """The model of a checkpoint, for sequences of up to `seq_len` tokens.
 
@@ -270,7 +203,7 @@ def load_model(full: FullState, device: torch.device, seq_len: int) -> Llama:
 
 
 def meta_model(full: FullState, seq_len: int) -> Llama:
-    """The model of a checkpoint without memory, once its tensors are seen to have its shapes.
+    """The model of a checkpoint without memory; the checkpoint's tensors have its shapes.
 
     Raises CorruptCheckpoint or ConfigError.
     """
@@ -290,7 +223,7 @@ def meta_model(full: FullState, seq_len: int) -> Llama:
 def fill(full: FullState, state: dict[str, Any]) -> list[str]:
     """Fills `state` (parameter name -> Tensor or DTensor) in place, converting dtypes.
 
-    Returns the names of what is not finite in the rows that this process has read. Raises
+    Returns the names of tensors with NaN or infinity in the rows that this process has read. Raises
     ConfigError with everything that does not fit, before anything is filled; CorruptCheckpoint if a
     file is incomplete.
     """
@@ -310,7 +243,7 @@ def fill(full: FullState, state: dict[str, Any]) -> list[str]:
 def _read_rows(source: FullTensor, part: Part) -> bool:
     """Fills this process's part of a tensor, about 4 MB at a time.
 
-    Returns whether all that was read is finite.
+    Returns whether all numbers that it read are finite.
     """
     target = part.local
     finite = True

@@ -32,12 +32,12 @@ from titanlite.tools.formats.huggingface_tokenizer import tokenizer_in
 from titanlite.tools.formats.torch_file import Tree, read_tree
 
 BY_COLUMNS = ("attention.wo.weight", "feed_forward.w2.weight")
-# Of Llama 3.2, whose RoPE scaling factor is 32 and not 8; params.json does not hold it
+# Widths of Llama 3.2, whose RoPE scaling factor is 32 and not 8; params.json does not hold it
 SMALL_DIMS = (2048, 3072)
 
 
 def to_params(config: LlamaConfig) -> dict[str, Any]:
-    """params.json of this model, with the RoPE scaling that Meta's has in its code only."""
+    """The fields of params.json, and the numbers of RoPE scaling that Meta has in its code only."""
     fields: dict[str, Any] = {
         "dim": config.dim,
         "n_layers": config.num_layers,
@@ -63,7 +63,7 @@ def to_params(config: LlamaConfig) -> dict[str, Any]:
 
 
 def from_params(fields: dict[str, Any], vocab_size: int, tied: bool) -> LlamaConfig:
-    """The model of a params.json. Raises KeyError, ValueError or TypeError if it is not one."""
+    """The model of a params.json. Raises KeyError, ValueError or TypeError for other fields."""
     dim = fields["dim"]
     multiple = fields["multiple_of"]
     hidden = int(8 * dim / 3)
@@ -125,7 +125,7 @@ def _joined(name: str, pieces: list[FullTensor], dim: int) -> FullTensor:
 
 
 def open_folder(folder: Path) -> FullState:
-    """The checkpoint in such a folder. Raises CorruptCheckpoint or ConfigError."""
+    """The checkpoint in Meta's folder. Raises CorruptCheckpoint or ConfigError."""
     files = sorted(folder.glob("consolidated.*.pth"))
     numbers = [path.name.removeprefix("consolidated.").removesuffix(".pth") for path in files]
     if any(not number.isdecimal() or int(number) != i for i, number in enumerate(numbers)):

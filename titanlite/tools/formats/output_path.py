@@ -2,11 +2,12 @@
 when complete.
 
 What it is: which targets may be replaced, the temporary names, the rename. A conversion holds the
-lock of its target, so what others have left beside it is of killed ones, and is removed. Nothing is
-replaced without `--force`, also not what appears while the output is written. With `--force` the
-two are exchanged in one operation, then what was there is checked again and removed, so a kill at
-any moment leaves one of them under the target's name. Files are removed one by one, by the names
-that were checked: what another program has added meanwhile is kept, and its place is logged.
+lock of its target, so what lies beside it under a temporary name was left by killed conversions and
+is removed. Without `--force` nothing is replaced, also not what appears while the output is
+written. With `--force` the old and the new one are exchanged in one operation, and the old one is
+checked again and removed, so a kill at any moment leaves one of them under the target's name. Files
+are removed one by one, by the names that were checked: what another program has added meanwhile is
+kept, and its place is logged.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import sync_folder, write_synced
 
 logger = logging.getLogger("titanlite")
-# Of linux/fcntl.h and linux/fs.h
+# Constants of linux/fcntl.h and linux/fs.h
 AT_FDCWD = -100
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
@@ -36,7 +37,7 @@ REPLACEABLE = re.compile(  # names of files that a conversion, or a run's checkp
     r"|special_tokens_map\.json|config\.toml|tokenizer\.model|chat_template\.jinja"
     r"|adapter_model\.safetensors|adapter_config\.json"
 )
-# And of those that it removes itself
+# Names of files that it removes itself before it ends
 PARTIAL = re.compile(r"scratch\.titanlite-tmp-[0-9a-f]{8}|\.metadata\.tmp")
 
 
@@ -59,7 +60,7 @@ def require_writable(source: Path, target: Path, force: bool) -> None:
 
 
 def require_replaceable(path: Path, target: Path) -> list[str]:
-    """The names in `path`, which is or was at the target.
+    """Returns the names of the files in `path`, which is or was at the target.
 
     Raises ConfigError if it may not be deleted.
     """
@@ -113,7 +114,10 @@ def temporary_path(target: Path) -> Path:
 
 
 def _remove_leftovers(target: Path, source: Path) -> None:
-    """The caller holds the target's lock. A scratch file has the mark in its name twice."""
+    """Removes what killed conversions have left; the caller holds the target's lock.
+
+    A scratch file has the mark in its name twice.
+    """
     pattern = rf"{re.escape(target.stem)}(\.titanlite-tmp-[0-9a-f]{{8}})+{re.escape(target.suffix)}"
     replaced = re.compile(rf"{re.escape(target.name)}\.titanlite-old-[0-9a-f]{{8}}")
     for path in sorted(target.parent.iterdir()):
@@ -166,7 +170,7 @@ def publish(temporary: Path, target: Path, force: bool) -> None:
 
 
 def _rename_to_new(path: Path, target: Path) -> None:
-    """Raises FileExistsError if there is something at the target."""
+    """Renames; raises FileExistsError if there is something at the target."""
     if _renameat2(path, target, RENAME_NOREPLACE):
         return
     if os.path.lexists(target):
@@ -233,9 +237,9 @@ def _put_back(old: Path, target: Path) -> None:
 
 
 def _renameat2(path: Path, target: Path, flag: int) -> bool:
-    """Linux's system call, which Python does not offer.
+    """Calls Linux's renameat2, which Python does not offer.
 
-    False where the system or the file system lacks it.
+    Returns False where the system or the file system lacks it.
     """
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:

@@ -32,7 +32,7 @@ from typing import Any, BinaryIO
 
 MEMORY = max(1 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16)  # bytes
 LARGEST = MEMORY // 16  # bytes of a pickle
-SECONDS = 5  # of CPU time for each 64 MB of an index; 250,000 chunks are 43 MB and take 2
+SECONDS = 5  # CPU time for each 64 MB of an index; 250,000 chunks are 43 MB and take 2
 
 # Names in the index: found by saving FSDP2, AdamW, generators, numbers and nested lists.
 NAMES = re.compile(
@@ -54,7 +54,7 @@ class UnsafeName(UnreadablePickle):
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
-    """What `read_dcp` makes of a regular file.
+    """Runs `read_dcp` on a regular file, in a process with limits, and returns its result.
 
     Raises UnreadablePickle; UnsafeName if it refers to anything that is not on the list; OSError.
     """
@@ -162,7 +162,7 @@ def size(made: Any) -> list[int]:
 
 
 def read_dcp(file: BinaryIO) -> dict[str, Any]:
-    """The index of a stock DCP folder.
+    """Reads the index of a stock DCP folder.
 
     tensor name -> [dtype, shape, [[offsets, sizes, file, first byte, bytes], ...]]; other entries
     are left out.
@@ -200,7 +200,7 @@ def read_dcp(file: BinaryIO) -> dict[str, Any]:
             offsets = size(box["offsets"])
             sizes = size(box["sizes"])
             if 0 in sizes:
-                continue  # of a process that has no part of the tensor
+                continue  # saved by a process that has no part of the tensor
             where = places.get((expect(name, str), str(offsets)))
             if where is None:
                 raise UnreadablePickle(
@@ -212,7 +212,7 @@ def read_dcp(file: BinaryIO) -> dict[str, Any]:
 
 
 def bounded(value: dict[str, Any], length: int) -> dict[str, Any]:
-    """The value, if its JSON is not longer than the pickle, whose `length` is in bytes."""
+    """Returns the value if its JSON is not longer than the pickle, whose `length` is in bytes."""
     if len(json.dumps(value)) > length + 10_000:
         raise UnreadablePickle(
             "with shared parts written out, its contents would be longer than the file"

@@ -38,13 +38,13 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 # Bytes, some 100,000 tensors; the library reads up to 100 MB, which take over 1 GB as objects
 LARGEST_HEADER = 1 << 24
-LARGEST_SIZE = 1 << 62  # of a dimension; torch's own limit is twice this
+LARGEST_SIZE = 1 << 62  # a dimension; torch's own limit is twice this
 SHARDS = "shard-*.safetensors"
 ZIP = b"PK\x03\x04"
 
 
 def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
-    """What one file holds of its tensors, and its metadata.
+    """Reads the header of one file: its tensors and its metadata.
 
     Each has one part and that part's shape; in shards the part may begin anywhere in its tensor.
     Raises CorruptCheckpoint unless it is a complete safetensors file.
@@ -85,7 +85,7 @@ def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
 def _saved_offsets(
     path: Path, metadata: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Where in their tensors the parts in a file begin. `shapes`: those of the parts."""
+    """Where the parts in a file begin in their tensors. `shapes`: the shapes of the parts."""
     if SHARDING_INFO not in metadata:
         return {name: (0,) * len(shape) for name, shape in shapes.items()}
     try:
@@ -211,8 +211,8 @@ def write_file(
 
 
 def write_folder(folder: Path, tensors: dict[str, Outgoing], shard_size: int) -> None:
-    """model.safetensors, or, beyond `shard_size` bytes, model-0000i-of-0000n.safetensors and their
-    index.
+    """Writes model.safetensors, or, beyond `shard_size` bytes, model-0000i-of-0000n.safetensors and
+    their index.
     """
     shards: list[dict[str, Outgoing]] = [{}]
     room = shard_size

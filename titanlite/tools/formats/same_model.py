@@ -109,7 +109,7 @@ def _fields(model: LlamaConfig) -> dict[str, Any]:
 
 
 def _problem(name: str, expected: Any, actual: Any, path: Path) -> str:
-    """One difference: both values, and the key that changes this model's."""
+    """Describes one difference: both values, and the key that changes this model's."""
     if name == "rope_scaling":
         of_file = _scaling_keys(actual)
         return f"[model] {_scaling_keys(expected)}, and {of_file} in {path}; expected {of_file}"
@@ -131,7 +131,7 @@ def _problem(name: str, expected: Any, actual: Any, path: Path) -> str:
 
 
 def _scaling_keys(scaling: RopeScaling | None) -> str:
-    """A scaling as the keys that give it, and the numbers that differ from what they give."""
+    """Describes a scaling by the keys that give it, and numbers that no key gives."""
     if scaling is None:
         return "rope_scaling = none"
     text = f"rope_scaling = {scaling.kind}, rope_factor = {scaling.factor:g}"
@@ -198,17 +198,15 @@ def _shaped(tensors: Tensors, model: LlamaConfig, sizes: Mapping[str, Any]) -> L
 
 
 def without_tables(tensors: Mapping[str, FullTensor]) -> dict[str, FullTensor]:
-    """Without the tables of RoPE that other software saves; they are computed from the model's
-    fields.
-    """
+    """Drops tables of RoPE that other software saves; they are computed from the model's fields."""
     return {name: tensor for name, tensor in tensors.items() if not TABLES.fullmatch(name)}
 
 
 def tensor_problems(
     path: Path, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """What of a file does not fit a model whose parameters have these shapes, also what the model
-    does not have.
+    """Lists what does not fit a model whose parameters have these shapes, and what that model does
+    not have.
     """
     unknown = [name for name in tensors if name not in shapes]
     if tensors and not tensors.keys() & shapes.keys():
@@ -236,8 +234,8 @@ def _reason(name: str) -> str:
 
 
 def mismatches(path: Path, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Missing names with the nearest unknown one, other shapes, and dtypes that are not floating
-    point.
+    """Lists missing names with the nearest unknown one, other shapes, and dtypes that are not
+    floating point.
     """
     return _first_ones(path, _mismatches(path, tensors, shapes))
 
@@ -269,7 +267,7 @@ def _mismatches(path: Path, tensors: Tensors, shapes: Mapping[str, tuple[int, ..
 
 
 def _first_ones(path: Path, problems: list[str]) -> list[str]:
-    """The first problems, and the number of the others."""
+    """Cuts a list of problems: the first ones, and a line with the number of the others."""
     if len(problems) <= MOST + 1:
         return problems
     return [*problems[:MOST], f"{path}: and {len(problems) - MOST} more like these"]

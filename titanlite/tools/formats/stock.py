@@ -33,7 +33,7 @@ from titanlite.tools.formats.pickle_reader import UnreadablePickle, UnsafeName, 
 from titanlite.tools.formats.torch_file import STORAGES, Archive, Slice, require_room
 
 ENVELOPE_BYTES = 1 << 20  # upper bound of what torch.save adds to a tensor; it adds 2 kB
-DESCRIPTION_BYTES = 1 << 15  # and of what is read of that: the archive's directory and the pickle
+DESCRIPTION_BYTES = 1 << 15  # upper bound of the archive's directory and the pickle, which are read
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 WAY_OUT = (
     "If you trust the folder's author: python -m torch.distributed.checkpoint.format_utils "
@@ -71,7 +71,7 @@ def read_folder(folder: Path) -> dict[str, FullTensor]:
 
 @dataclasses.dataclass
 class _File:
-    """A file of the folder."""
+    """A file of the folder, and how much of it is left for other tensors."""
 
     path: Path
     length: int
@@ -79,7 +79,10 @@ class _File:
 
 
 def _tensor(folder: Path, name: str, entry: list[Any], files: dict[str, _File]) -> FullTensor:
-    """A tensor of the index. `files`: those that were looked at already. Raises ConfigError."""
+    """A tensor of the index, checked against its files. `files`: those seen so far.
+
+    Raises ConfigError.
+    """
     dtype = DTYPES.get(entry[0])
     shape = tuple(entry[1])
     chunks = entry[2]
@@ -138,7 +141,7 @@ def _file_length(folder: Path, name: str) -> int:
 
 
 def _regular_file(path: Path) -> int:
-    """Its length. A link could lead anywhere, a pipe never ends."""
+    """The length of a file that must be a regular one: links lead anywhere, pipes never end."""
     try:
         status = path.lstat()
     except OSError as error:
@@ -204,7 +207,7 @@ _TENSOR = re.compile(
 
 
 class _Tensor(NamedTuple):
-    """What the pickle of a tensor says."""
+    """A tensor as its pickle describes it."""
 
     dtype: torch.dtype
     storage: str  # its name in the archive
@@ -214,7 +217,7 @@ class _Tensor(NamedTuple):
 
 
 def _described(program: bytes) -> _Tensor:
-    """The tensor that a pickle makes. Raises ValueError."""
+    """Reads from a pickle which tensor it makes. Raises ValueError."""
     lines = ""  # an instruction and its argument in each
     for opcode, argument, _ in pickletools.genops(program):
         if opcode.name in _FRAMING:

@@ -1,12 +1,12 @@
-"""Writing a checkpoint in another format: one function for each format.
+"""The formats that `convert` writes: a class for each, and a table of them.
 
-What it is: each function writes the tensors and the small files that make the result complete: the
-model's shape, the tokenizer. safetensors and GGUF files are written block by block. torch.save and
-DCP take whole tensors, so the converted tensors are written once into a scratch file, and these
-writers get them memory-mapped from there: its pages belong to the page cache and not to the
-process.
-What it costs: one block of rows in memory, one whole tensor for GGUF, whose writer takes no less;
-for torch, llama and dcp a second write, and twice the disk space until the end.
+What it is: a class says what distinguishes its format: the suffix that chooses it, the dtypes and
+the training state that it can hold, what it refuses and why, how it is written and read back.
+`convert.py` does the rest, in the same way for all. What a file contains besides tensors makes it
+complete: the model's shape and the tokenizer.
+What it costs: safetensors and GGUF files are written block by block, with one block of rows in
+memory, and one whole tensor for GGUF, whose package takes no less. torch.save and DCP take whole
+tensors, which lie in a scratch file first (`scratch.py`).
 """
 
 from __future__ import annotations
@@ -15,58 +15,419 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.grid import Box, grid_of
 from titanlite.checkpoint.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry
 from titanlite.checkpoint.shard_file import sharding_metadata
 from titanlite.checkpoint.step_files import digest_of
+from titanlite.model.flavors import LlamaConfig, parameter_shapes
+from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import Tokenizer
-from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
-from titanlite.tools.formats import adapters, gguf_file, huggingface, meta
-from titanlite.tools.formats.export import Export, Outgoing
-from titanlite.tools.formats.full_state import ORIGIN, FullState
+from titanlite.tokenizer.tokenizer_json import (
+    JSON_FILES,
+    QWEN_PATTERN,
+    RANK_FILE,
+    TEMPLATE_FILE,
+)
+from titanlite.tools.formats import gguf_file, huggingface, huggingface_config, meta, peft
+from titanlite.tools.formats.detect_format import open_adapter, open_full_state
+from titanlite.tools.formats.export import DTYPES, Q8_0, Export, Options, Outgoing
+from titanlite.tools.formats.full_state import ORIGIN, FullState, FullTensor
 from titanlite.tools.formats.huggingface_tokenizer import files_of, to_files
-from titanlite.tools.formats.output_path import temporary_path, write_small_files
-from titanlite.tools.formats.safetensors_files import write_file
-from titanlite.tools.formats.safetensors_files import write_folder as write_shards
+from titanlite.tools.formats.output_path import write_small_files
+from titanlite.tools.formats.safetensors_files import write_file, write_folder
+from titanlite.tools.formats.same_model import tensor_problems
+from titanlite.tools.formats.scratch import mapped
 
 logger = logging.getLogger("titanlite")
 DEFAULT_LENGTH = 8192  # for a format that must name the longest sequence, where the source does not
+
+
+class Target:
+    """A format that `convert` writes. A subclass says only where it differs from this one."""
+
+    name = ""
+    suffixes: tuple[str, ...] = ()  # of the target's path, where --to is left out
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    holds_training = False  # also optimizer and training state, with --full
+    needs_model = True  # tensors of a model whose shape is not known are refused
+    needs_scratch = False  # twice the disk space
+    has_shards = False  # a folder of it may have several files of tensors
+    is_model = True  # whose logits can be compared with the source's
+
+    def open_source(self, path: Path, options: Options) -> FullState:
+        """The checkpoint to convert. Raises ConfigError or CorruptCheckpoint."""
+        return open_full_state(path, options.step, options.model, options.weights, options.adapter)
+
+    def check(self, export: Export) -> None:
+        """Raises ConfigError for what the format cannot hold; warns of what its readers ignore."""
+        if self.needs_model or export.state.about.model:
+            _require_parameters(export.state)
+
+    def write(self, path: Path, export: Export) -> None:
+        """Writes everything at `path`, where nothing is. Raises OSError or ConfigError."""
+        raise NotImplementedError
+
+    def read_back(self, path: Path, model: LlamaConfig | None) -> FullState:
+        """Opens what was written. `model`: the source's, for formats that do not describe it."""
+        result = open_full_state(path)
+        result.about.model = result.about.model or model
+        return result
+
+    def rounded(self, export: Export, tensor: FullTensor, rows: Tensor) -> Tensor:
+        """Rows of the source as a reader of the target gets them."""
+        return rows.to(export.dtype_of(tensor))
+
+    def has_half_split(self, model: LlamaConfig) -> bool:
+        """Whether rows of wq and wk lie in Hugging Face's order."""
+        return False
+
+
+class Titanlite(Target):
+    """A step folder as `checkpoint/storage.py` writes it, by one process."""
+
+    name = "titanlite"
+    holds_training = True
+
+    def write(self, path: Path, export: Export) -> None:
+        path.mkdir()
+        about = export.state.about
+        files: dict[str, FileEntry] = {}
+        entries: dict[str, TensorEntry] = {}
+        groups = {
+            "model": {f"model.{name}": tensor for name, tensor in export.model.items()},
+            "training": export.others,
+        }
+        for kind, tensors in groups.items():
+            name = f"{kind}-00000.safetensors"
+            if tensors:
+                begins = {key: [0] * len(tensor.shape) for key, tensor in tensors.items()}
+                write_file(path / name, tensors, sharding_metadata(begins))
+                files[name] = FileEntry((path / name).stat().st_size, digest_of(path / name))
+            for key, tensor in tensors.items():
+                shape = tuple(tensor.shape)
+                whole = Box(name, (0,) * len(shape), shape)
+                entries[key] = TensorEntry(DTYPE_NAMES[tensor.dtype], grid_of(shape, [whole]))
+        small = about.files | _shape_and_tokenizer(export.state)
+        write_small_files(path, small)
+        for name, content in small.items():
+            files[name] = FileEntry(len(content), digest_of(path / name))
+        config = about.config
+        if not config and about.seq_len:
+            config = {"training": {"seq_len": about.seq_len}}
+        manifest = Manifest(
+            step=about.step or 0,
+            finite=not export.nonfinite,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            torch=torch.__version__,
+            layout={},
+            config=config,
+            data=about.data,
+            validation_loss=None,
+            files=files,
+            tensors=entries,
+        )
+        write_small_files(path, {manifests.NAME: manifests.to_text(manifest).encode()})
+
+
+class Dcp(Target):
+    """A stock DCP folder of one process, with torchtitan's names: the model's at the root."""
+
+    name = "dcp"
+    holds_training = True
+    needs_model = False
+    needs_scratch = True
+
+    def write(self, path: Path, export: Export) -> None:
+        path.mkdir()
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with mapped(path / "scratch", export.model | export.others) as tensors:
+            # With several threads, errors can be lost (pytorch#191391)
+            writer = FileSystemWriter(path, thread_count=1)
+            dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
+        _sync(path / ".metadata")  # torch 2.13 syncs it before it has written all of it
+        write_small_files(path, _shape_and_tokenizer(export.state) | _origin_file(export.state))
+
+
+class Safetensors(Target):
+    """titanlite's names in one file, or in a folder of files where the path has no suffix."""
+
+    name = "safetensors"
+    suffixes = (".safetensors",)
+    holds_training = True
+    needs_model = False
+    has_shards = True
+
+    def write(self, path: Path, export: Export) -> None:
+        state = export.state
+        tensors = export.model | export.others
+        if path.suffix in self.suffixes:
+            metadata = {"format": "pt", "titanlite": _origin(state)}
+            if state.about.model:
+                metadata["model"] = state.about.model.to_json()
+            write_file(path, tensors, metadata)
+        else:
+            path.mkdir()
+            write_folder(path, tensors, export.shard_size)
+            write_small_files(path, _shape_and_tokenizer(state) | _origin_file(state))
+
+
+class Torch(Target):
+    """A file for `torch.load(path, weights_only=True)`: a dict with `model` (name -> tensor) and
+    its shape.
+    """
+
+    name = "torch"
+    suffixes = (".pt", ".pth", ".bin")
+    holds_training = True
+    needs_model = False
+    needs_scratch = True
+
+    def write(self, path: Path, export: Export) -> None:
+        about = export.state.about
+        with mapped(path, export.model | export.others) as tensors:
+            tree: dict[str, Any] = {"model": {name: tensors[name] for name in export.model}}
+            tree |= {"step": about.step, "seq_len": about.seq_len}
+            if about.model:
+                tree["model_config"] = json.loads(about.model.to_json())
+            if export.others:
+                tree["training"] = {name: tensors[name] for name in export.others}
+            if about.tokenizer:
+                tree["tokenizer"] = torch.frombuffer(bytearray(about.tokenizer), dtype=torch.uint8)
+            _torch_save(path, tree)
+
+
+class Llama(Target):
+    """Meta's folder, with one consolidated file."""
+
+    name = "llama"
+    needs_scratch = True
+
+    def check(self, export: Export) -> None:
+        state = export.state
+        model = state.model
+        others = {
+            "biases of q, k and v": model.qkv_bias,
+            "norms of q and k": model.qk_norm,
+            f"heads of width {model.head_dim}": model.explicit_head_dim != 0,
+            f"a sliding window of {model.sliding_window}": model.sliding_window != 0,
+        }
+        if model.rope_scaling:
+            kind = model.rope_scaling.kind
+            others[f"RoPE scaling {kind}"] = kind != "llama3"
+        for difference, is_there in others.items():
+            if is_there:
+                raise ConfigError(
+                    f"--to llama: the model has {difference}, which Meta's Llama has not; "
+                    f"{gguf_file.ALL_MODELS}"
+                )
+        _require_parameters(state)
+        if state.about.tokenizer and RANK_FILE not in files_of(state.about.tokenizer):
+            logger.warning(
+                "%s: its tokenizer is a %s, which Meta's code does not read",
+                state.path,
+                JSON_FILES[0],
+            )
+
+    def write(self, path: Path, export: Export) -> None:
+        path.mkdir()
+        state = export.state
+        outgoing = dict(export.model)
+        if state.model.tied_embeddings:
+            # Meta's model always has both
+            outgoing["output.weight"] = outgoing["tok_embeddings.weight"]
+        with mapped(path / "scratch", outgoing) as tensors:
+            _torch_save(path / "consolidated.00.pth", tensors)
+        files = {"params.json": _json(meta.to_params(state.model))}
+        write_small_files(path, files | _tokenizer_files(state))
+
+
+class HuggingFace(Target):
+    """A folder for `from_pretrained` of transformers' AutoModelForCausalLM and AutoTokenizer."""
+
+    name = "hf"
+    has_shards = True
+
+    def has_half_split(self, model: LlamaConfig) -> bool:
+        return True
+
+    def check(self, export: Export) -> None:
+        state = export.state
+        huggingface_config.family_of(state.model)
+        _require_parameters(state)
+        tokenizer = _fitting_tokenizer(state)
+        if tokenizer is None or not state.model.qkv_bias:
+            return
+        if tokenizer.pattern != QWEN_PATTERN or not tokenizer.nfc:
+            logger.warning(
+                "%s: transformers 5 has biases of q, k and v in Qwen2 only, and its AutoTokenizer "
+                "cuts text as Qwen does in any folder of a Qwen2; with this tokenizer that gives "
+                "other ids: load it with PreTrainedTokenizerFast.from_pretrained",
+                state.path,
+            )
+
+    def write(self, path: Path, export: Export) -> None:
+        path.mkdir()
+        state = export.state
+        length = _length(state)
+        tensors: dict[str, Outgoing] = {}
+        for name, hf_name in huggingface.names(state.model).items():
+            width = state.model.head_dim if huggingface.is_permuted(name) else 0
+            tensors[hf_name] = export.weight(name, width)
+        write_folder(path, tensors, export.shard_size)
+        bos: int | None = None
+        eos: int | None = None
+        files: dict[str, bytes] = {}
+        if state.about.tokenizer:
+            tokenizer = Tokenizer(state.path, state.about.tokenizer)
+            bos = tokenizer.bos
+            eos = tokenizer.eos
+            files = to_files(tokenizer, length)
+        dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
+        files["config.json"] = _json(
+            huggingface_config.to_config(state.model, length, dtype, bos, eos)
+        )
+        files["generation_config.json"] = _json(
+            {"bos_token_id": bos, "eos_token_id": eos, "do_sample": False}
+        )
+        if TEMPLATE_FILE in state.about.files:
+            files[TEMPLATE_FILE] = state.about.files[TEMPLATE_FILE]
+        write_small_files(path, files)
+
+
+class Gguf(Target):
+    """llama.cpp's file."""
+
+    name = "gguf"
+    suffixes = (".gguf",)
+    dtypes = (*DTYPES, Q8_0)
+
+    def has_half_split(self, model: LlamaConfig) -> bool:
+        return gguf_file.architecture_of(model) != "llama"
+
+    def check(self, export: Export) -> None:
+        state = export.state
+        gguf_file.architecture_of(state.model)
+        _require_parameters(state)
+        tokenizer = _fitting_tokenizer(state)
+        if tokenizer is not None:
+            gguf_file.pre_tokenizer(tokenizer)
+
+    def write(self, path: Path, export: Export) -> None:
+        gguf_file.write(path, export, _length(export.state))
+        _sync(path)
+
+    def read_back(self, path: Path, model: LlamaConfig | None) -> FullState:
+        assert model is not None
+        return gguf_file.read_back(path, model)
+
+    def rounded(self, export: Export, tensor: FullTensor, rows: Tensor) -> Tensor:
+        return gguf_file.rounded(tensor, rows, export.dtype, export.q8)
+
+
+class Peft(Target):
+    """The adapters of a run with `lora.rank` > 0, without their model, as PEFT's folder."""
+
+    name = "peft"
+    is_model = False
+
+    def open_source(self, path: Path, options: Options) -> FullState:
+        if options.adapter is not None:
+            raise ConfigError("--adapter has no effect with --to peft: SOURCE holds the adapters")
+        state = open_adapter(path, step=options.step, weights=options.weights)
+        base = Path(state.about.config.get("checkpoint", {}).get("initial_load", ""))
+        has_adapters = False
+        with contextlib.suppress(ConfigError):  # where it is not there any more
+            has_adapters = bool(open_full_state(base).sources)
+        if has_adapters:
+            logger.warning(
+                "%s: its adapters belong to %s, which has adapters too; PEFT's base model is what "
+                "titanlite convert %s TARGET --to hf writes",
+                state.path,
+                base,
+                base,
+            )
+        return state
+
+    def check(self, export: Export) -> None:
+        """Accepts all: writing adapter_config.json compares the adapters with [lora]."""
+
+    def write(self, path: Path, export: Export) -> None:
+        path.mkdir()
+        state = export.state
+        tensors: dict[str, Outgoing] = {}
+        names = peft.hf_names(state.model)
+        for name in state.tensors:
+            tensors[names[name]] = export.weight(name, peft.head_dim_of(name, state.model))
+        write_file(path / peft.WEIGHTS, tensors, {"format": "pt"})
+        write_small_files(path, {peft.CONFIG: _json(peft.to_config(state))})
+
+    def read_back(self, path: Path, model: LlamaConfig | None) -> FullState:
+        return open_adapter(path, model)
+
+
+ALL = (Titanlite(), Dcp(), Safetensors(), Torch(), Llama(), HuggingFace(), Gguf(), Peft())
+TARGETS: dict[str, Target] = {target.name: target for target in ALL}
+
+
+def _require_parameters(state: FullState) -> None:
+    """Raises ConfigError unless the tensors are the parameters of the source's model."""
+    problems = tensor_problems(state.path, state.tensors, parameter_shapes(state.model))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _fitting_tokenizer(state: FullState) -> Tokenizer | None:
+    """The source's tokenizer, None if it has none.
+
+    Raises ConfigError if it has more ids than the model.
+    """
+    if not state.about.tokenizer:
+        return None
+    tokenizer = Tokenizer(state.path, state.about.tokenizer)
+    vocabulary = state.model.vocab_size
+    if tokenizer.size > vocabulary:
+        raise ConfigError(
+            f"{state.path}: its tokenizer has {tokenizer.size} ids, and the model {vocabulary}"
+        )
+    return tokenizer
+
+
+def _length(state: FullState) -> int:
+    """The trained length for a format that must name one."""
+    if state.about.seq_len:
+        return state.about.seq_len
+    logger.warning(
+        "%s: the length it was trained on is not known; wrote %d", state.path, DEFAULT_LENGTH
+    )
+    return DEFAULT_LENGTH
 
 
 def _origin(state: FullState) -> str:
     return json.dumps({"step": state.about.step, "seq_len": state.about.seq_len}) + "\n"
 
 
-def _length(state: FullState) -> int:
-    """The trained length for a format that must name one."""
-    if not state.about.seq_len:
-        logger.warning(
-            "%s: the length it was trained on is not known; wrote %d", state.path, DEFAULT_LENGTH
-        )
-    return state.about.seq_len or DEFAULT_LENGTH
+def _origin_file(state: FullState) -> dict[str, bytes]:
+    return {ORIGIN: _origin(state).encode()}
 
 
 def _shape_and_tokenizer(state: FullState) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     if state.about.model:
         files["model.json"] = state.about.model.to_json().encode()
-    return files | _tokenizer(state)
+    return files | _tokenizer_files(state)
 
 
-def _tokenizer(state: FullState) -> dict[str, bytes]:
+def _tokenizer_files(state: FullState) -> dict[str, bytes]:
     if not state.about.tokenizer:
         return {}
     return files_of(state.about.tokenizer)
@@ -76,32 +437,8 @@ def _json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
-@contextlib.contextmanager
-def mapped(path: Path, tensors: dict[str, Outgoing]) -> Iterator[dict[str, Tensor]]:
-    """The converted tensors, memory-mapped from a scratch file beside `path` that is deleted at the
-    end.
-
-    torch reports a failed write as "unexpected pos": the error that caused it, or the signal, is
-    raised in its place.
-    """
-    scratch = temporary_path(path)
-    try:
-        write_file(scratch, tensors, sync=False)
-        with safe_open(scratch, framework="pt") as file:
-            yield {name: file.get_tensor(name) for name in tensors}
-    except (RuntimeError, CheckpointException) as error:  # the latter is a BaseException
-        cause: BaseException = error
-        if isinstance(error, CheckpointException):
-            cause, _ = next(iter(error.failures.values()))
-        while not isinstance(cause, (OSError, SystemExit, KeyboardInterrupt)) and cause.__context__:
-            cause = cause.__context__
-        raise cause from None
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
 def _sync(path: Path) -> None:
-    """For files that another library has written."""
+    """Syncs a file that another library has written."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -111,173 +448,3 @@ def _torch_save(path: Path, tree: dict[str, Any]) -> None:
         torch.save(tree, file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def to_titanlite(path: Path, export: Export) -> None:
-    """A step folder as `checkpoint/storage.py` writes it, by one process."""
-    path.mkdir()
-    about = export.state.about
-    files: dict[str, FileEntry] = {}
-    entries: dict[str, TensorEntry] = {}
-    groups = {
-        "model": {f"model.{name}": tensor for name, tensor in export.model.items()},
-        "training": export.others,
-    }
-    for kind, tensors in groups.items():
-        name = f"{kind}-00000.safetensors"
-        if tensors:
-            begins = {key: [0] * len(tensor.shape) for key, tensor in tensors.items()}
-            write_file(path / name, tensors, sharding_metadata(begins))
-            files[name] = FileEntry((path / name).stat().st_size, digest_of(path / name))
-        for key, tensor in tensors.items():
-            shape = tuple(tensor.shape)
-            entries[key] = TensorEntry(
-                DTYPE_NAMES[tensor.dtype], grid_of(shape, [Box(name, (0,) * len(shape), shape)])
-            )
-    small = about.files | _shape_and_tokenizer(export.state)
-    write_small_files(path, small)
-    files |= {
-        name: FileEntry(len(content), digest_of(path / name)) for name, content in small.items()
-    }
-    manifest = Manifest(
-        step=about.step or 0,
-        finite=not export.nonfinite,
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        torch=torch.__version__,
-        layout={},
-        config=about.config or ({"training": {"seq_len": about.seq_len}} if about.seq_len else {}),
-        data=about.data,
-        validation_loss=None,
-        files=files,
-        tensors=entries,
-    )
-    write_small_files(path, {manifests.NAME: manifests.to_text(manifest).encode()})
-
-
-def to_dcp(path: Path, export: Export) -> None:
-    """A stock DCP folder of one process, with torchtitan's names: the model's at the root."""
-    path.mkdir()
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with mapped(path / "scratch", export.model | export.others) as tensors:
-        # Of several, errors can be lost (pytorch#191391)
-        writer = FileSystemWriter(path, thread_count=1)
-        dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
-    _sync(path / ".metadata")  # torch 2.13 syncs it before it has written all of it
-    write_small_files(
-        path, _shape_and_tokenizer(export.state) | {ORIGIN: _origin(export.state).encode()}
-    )
-
-
-def to_safetensors(path: Path, export: Export) -> None:
-    """titanlite's names; one file if the path ends in .safetensors, else a folder, sharded where it
-    is large.
-    """
-    state = export.state
-    tensors = export.model | export.others
-    if path.suffix == ".safetensors":
-        shape = {"model": state.about.model.to_json()} if state.about.model else {}
-        write_file(path, tensors, {"format": "pt", "titanlite": _origin(state), **shape})
-        return
-    path.mkdir()
-    write_shards(path, tensors, export.shard_size)
-    write_small_files(path, _shape_and_tokenizer(state) | {ORIGIN: _origin(state).encode()})
-
-
-def to_torch(path: Path, export: Export) -> None:
-    """A file for `torch.load(path, weights_only=True)`: a dict with `model` (name -> tensor) and
-    its shape.
-    """
-    about = export.state.about
-    with mapped(path, export.model | export.others) as tensors:
-        tree: dict[str, Any] = {"model": {name: tensors[name] for name in export.model}}
-        tree |= {"step": about.step, "seq_len": about.seq_len}
-        if about.model:
-            tree["model_config"] = json.loads(about.model.to_json())
-        if export.others:
-            tree["training"] = {name: tensors[name] for name in export.others}
-        if about.tokenizer:
-            tree["tokenizer"] = torch.frombuffer(bytearray(about.tokenizer), dtype=torch.uint8)
-        _torch_save(path, tree)
-
-
-def to_llama(path: Path, export: Export) -> None:
-    """Meta's folder, with one consolidated file."""
-    path.mkdir()
-    state = export.state
-    outgoing = dict(export.model)
-    if state.model.tied_embeddings:
-        # Meta's model always has both
-        outgoing["output.weight"] = outgoing["tok_embeddings.weight"]
-    with mapped(path / "scratch", outgoing) as tensors:
-        _torch_save(path / "consolidated.00.pth", tensors)
-    files = {"params.json": _json(meta.to_params(state.model))}
-    write_small_files(path, files | _tokenizer(state))
-
-
-def to_huggingface(path: Path, export: Export) -> None:
-    """A folder for `from_pretrained` of transformers' AutoModelForCausalLM and AutoTokenizer."""
-    path.mkdir()
-    state = export.state
-    length = _length(export.state)
-    tensors: dict[str, Outgoing] = {}
-    for name, hf_name in huggingface.names(state.model).items():
-        width = state.model.head_dim if huggingface.is_permuted(name) else 0
-        tensors[hf_name] = export.weight(name, width)
-    write_shards(path, tensors, export.shard_size)
-    bos: int | None = None
-    eos: int | None = None
-    files: dict[str, bytes] = {}
-    if state.about.tokenizer:
-        tokenizer = Tokenizer(state.path, state.about.tokenizer)
-        bos = tokenizer.bos
-        eos = tokenizer.eos
-        files = to_files(tokenizer, length)
-    dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
-    files["config.json"] = _json(huggingface.to_config(state.model, length, dtype, bos, eos))
-    files["generation_config.json"] = _json(
-        {"bos_token_id": bos, "eos_token_id": eos, "do_sample": False}
-    )
-    if TEMPLATE_FILE in state.about.files:
-        files[TEMPLATE_FILE] = state.about.files[TEMPLATE_FILE]
-    write_small_files(path, files)
-
-
-def to_peft(path: Path, export: Export) -> None:
-    """Adapters as PEFT's folder."""
-    path.mkdir()
-    state = export.state
-    names = adapters.hf_names(state.model)
-    tensors = {
-        names[name]: export.weight(name, adapters.head_dim_of(name, state.model))
-        for name in state.tensors
-    }
-    write_file(path / adapters.WEIGHTS, tensors, {"format": "pt"})
-    write_small_files(path, {adapters.CONFIG: _json(adapters.to_config(state))})
-
-
-def to_gguf(path: Path, export: Export) -> None:
-    """llama.cpp's file."""
-    gguf_file.write(path, export, _length(export.state))
-    _sync(path)
-
-
-TARGETS: dict[str, Callable[[Path, Export], None]] = {
-    "titanlite": to_titanlite,
-    "dcp": to_dcp,
-    "safetensors": to_safetensors,
-    "torch": to_torch,
-    "llama": to_llama,
-    "hf": to_huggingface,
-    "gguf": to_gguf,
-    "peft": to_peft,
-}
-SUFFIXES = {
-    ".gguf": "gguf",
-    ".safetensors": "safetensors",
-    ".pt": "torch",
-    ".pth": "torch",
-    ".bin": "torch",
-}
-SHARDED = ("hf", "safetensors")  # can be several files
-WITH_OTHERS = ("titanlite", "dcp", "safetensors", "torch")  # can hold more than a model
-WITH_SCRATCH = ("dcp", "torch", "llama")  # need their size twice on the disk

@@ -65,7 +65,7 @@ Tree = dict[str, Any]  # of dicts, FullTensors, numbers and strings
 
 
 def read_tree(path: Path) -> tuple[Tree, list[Record]]:
-    """The saved tree, with a FullTensor for each tensor, and its storages.
+    """Reads the saved tree, with a FullTensor for each tensor, and its storages.
 
     Raises ConfigError or CorruptCheckpoint.
     """
@@ -84,7 +84,7 @@ def read_tree(path: Path) -> tuple[Tree, list[Record]]:
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong, in one sentence: torch's go on with advice to load without weights_only."""
+    """The cause in one sentence, without torch's advice to load without weights_only."""
     text = reason_of(error)
     if isinstance(error, pickle.UnpicklingError):
         text = str(error).rpartition("WeightsUnpickler error:")[2].strip()
@@ -129,7 +129,7 @@ class Archive:
     """The records of a file of torch.save by their names without the folder."""
 
     def __init__(self, file: Slice) -> None:
-        """Raises ValueError and what zipfile raises."""
+        """Reads the archive's directory. Raises ValueError and what zipfile raises."""
         with zipfile.ZipFile(file) as archive:
             listed = archive.infolist()
         self.records = {info.filename.partition("/")[2]: info for info in listed}
@@ -183,7 +183,7 @@ def _storages(path: Path, archive: Archive, length: int) -> list[Record]:
 
 
 def _load(program: bytes, records: list[Record]) -> Tree:
-    """The tree that a checked pickle describes."""
+    """Makes the tree that a checked pickle describes."""
     storages: dict[int, Record] = {}  # by the byte of the copy where they would begin
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as copy:
@@ -194,7 +194,7 @@ def _load(program: bytes, records: list[Record]) -> Tree:
             storages[buffer.tell()] = record
     buffer.seek(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of another version of the pickle protocol
+        warnings.simplefilter("ignore")  # another version of the pickle protocol
         loaded = torch.load(buffer, map_location="meta", weights_only=True)
     if not isinstance(loaded, dict):
         raise ValueError("it holds no dict; expected a dict of tensors, such as a state_dict()")
@@ -212,7 +212,7 @@ def require_safe(path: Path, program: bytes) -> None:
     of a dict. So values are counted, shared ones each time. Lists and dicts have no hash and count
     as one. Bytes count as the most: some encoders double them, and so may not be given them again.
     """
-    stack: list[int] = []  # of each value, the number of values in it
+    stack: list[int] = []  # for each value, how many values are in it
     marks: list[int] = []  # lengths of the stack
     memo: dict[int, int] = {}
     argument: Any
@@ -267,9 +267,7 @@ class _Converter:
         self._left = most + 10_000  # values; of shared parts more could be made than memory holds
 
     def convert(self, value: Any, depth: int = 0) -> Any:
-        """Numbers and text are themselves; everything else is None, also a dict with keys of other
-        types.
-        """
+        """Keeps numbers and text; all else becomes None, also a dict with keys of other types."""
         self._left -= 1 + (len(value) // 8 if type(value) is str else 0)
         if self._left < 0:
             raise ValueError("with shared parts written out, it would be longer than the file")
