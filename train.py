@@ -5,13 +5,13 @@
     python train.py debug            one process, no launcher
     torchrun --nproc-per-node 4 train.py llama3_8b
 
-A checkpoint is torch.distributed.checkpoint's: `states`, below, are its Stateful objects, and the
-manager passes their state to `dcp.save`, and them to `dcp.load` (titanlite/checkpoint/manager.py).
+Checkpoints use torch.distributed.checkpoint: `states`, below, are its Stateful objects, which the
+manager saves with `dcp.save` and loads with `dcp.load` (titanlite/checkpoint/manager.py).
 
 Off is a value, not an absence. A mesh axis that is not used has size 1. A part that is switched off
 (loss scale, guard, average of the weights, probes, sampler, sinks, profiler) is built all the same:
-it has no state and does nothing. So `main` has no branch for a feature, and what it shows is what
-every run does, in this order.
+it has no state and does nothing. So `main` has no branch for a feature: every run takes these
+steps, in this order.
 
 Letters in shapes: B sequences of a local batch, S tokens of a sequence.
 """
@@ -123,11 +123,11 @@ def main(config: Config) -> int:
     data = load_sources(config.data, prepared_folders(config.data, tokenizer), tokenizer)
     require_agreement(PATIENT, data=fingerprint_of(data))  # preparing takes nodes different times
     samples = build_samples(data, config.data, config.training, config.run.seed)
-    config = epochs_in_steps(config, samples)  # as it was, unless a key counts epochs
+    config = epochs_in_steps(config, samples)  # keys that count epochs now count steps
     training = config.training
     stream = TrainStream(samples, training, mesh, config.data.document_mask, config.lora.drops)
 
-    # 3. Model: first shapes only; then memory and weights for this rank's part of it
+    # 3. Model: first shapes only; then memory and weights of this rank's part
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
     # The model, or the pipeline stages of this rank
@@ -145,21 +145,21 @@ def main(config: Config) -> int:
         "progress": progress,
         "random": RandomState(),
         "loss_scale": parts.scaler,
-        f"stability-{config.stability.window}": parts.guard,  # another window begins empty
+        f"stability-{config.stability.window}": parts.guard,  # a changed window starts empty
         "ema": parts.ema,
         "noise_scale": noise_scale,
     }
-    # With these a checkpoint can be used without the run's folder
+    # Saved in each checkpoint, so that it can be used without the run's folder
     facts = RunFacts(config, llama, mesh.degrees, data)
     checkpoint = Checkpointer(config.checkpoint, folder, states, facts, device, parts.guard)
     resumed = checkpoint.load()
     load_initial_weights(config, model_parts, llama, tokenizer, resumed)
-    parts.ema.start()  # with these weights, unless the checkpoint had an average
+    parts.ema.start()  # copies these weights, unless the checkpoint had an average
 
     # 5. Metrics and validation
-    columns = (parts.scaler, parts.guard, noise_scale)  # each may add some to a logged step
+    columns = (parts.scaler, parts.guard, noise_scale)  # each may add values to a logged step
     metrics = Metrics(config, llama, folder, device, progress, columns)
-    time_waits(metrics.step_times, device)  # wraps the functions of torch that wait for other ranks
+    time_waits(metrics.step_times, device)  # wraps torch's functions that wait for other ranks
     plan_check = PlanCheck(functools.partial(compare_with_plan, config, llama, device))
     probes = Probes(config.metrics, stages, noise_scale, metrics)
     validator = Validator(config.validation, data, stream, stages, mesh, metrics)
@@ -209,11 +209,11 @@ def main(config: Config) -> int:
                     checkpoint.roll_back(outcome)  # raises Diverged, unless action = rollback
                     metrics.start()
                     continue
-                if outcome.finite:  # then what was saved last was good
+                if outcome.finite:  # a finite loss proves the last save
                     checkpoint.prove(outcome.loss)
             if logs:
                 row = metrics.log(loss, grad_norm, num_targets, lr, stream)
-                plan_check.compare(row)  # with what was predicted, after the first minute
+                plan_check.compare(row)  # with the plan's prediction, after a minute
             if agreed.trouble:
                 checkpoint.raise_failure()  # if a save has failed
             if validates or saves:
@@ -242,10 +242,10 @@ def main(config: Config) -> int:
 def validate(
     validator: Validator, ema: WeightEMA, sampler: Sampler, requests: Requests
 ) -> float | None:
-    """The loss on held-out text, which decides about `keep_best`; also that of the averaged
-    weights, and samples.
+    """Computes the loss on held-out text, by which `keep_best` selects checkpoints; also the loss
+    of the averaged weights, and samples of text.
 
-    None if there is no validation, or if a signal has arrived: then the run saves and ends.
+    Returns None if there is no validation, or if a signal has arrived: then the run saves and ends.
     """
     loss = validator.run(requests)
     if loss is not None and ema.validates:
@@ -257,7 +257,7 @@ def validate(
 
 
 def saved_names(config: Config) -> Callable[[str], bool]:
-    """Which parameters a checkpoint holds: all, or with LoRA the adapters."""
+    """Selects the parameters that a checkpoint holds: all, or with LoRA only the adapters."""
     if config.lora.rank > 0:
         return is_adapter
     return every_name
@@ -272,11 +272,11 @@ def run(argv: list[str]) -> int:
         config = load_config(argv, Path(__file__).resolve().with_name("train_configs"))
         return main(adopt_model(config))
     except (ConfigError, JoinError, Diverged, SaveError, StorageError) as error:
-        # One process of each node prints it; before it has joined the others, each its own
+        # One process per node prints it; before the process group exists, every process does
         if os.environ.get("LOCAL_RANK", "0") == "0" or not dist.is_initialized():
             print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
         if isinstance(error, Diverged):  # on all ranks
-            write_report(Path(config.run.folder, config.run.name))  # what the run did until then
+            write_report(Path(config.run.folder, config.run.name))  # of the run until then
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -10,9 +10,9 @@ of its own. At most one save is in progress.
     async_pinned   copies into memory that is kept for the next save, which is faster
 
 On CUDA all three copy through pinned buffers (`staging.py`); `async_pinned` is an older name.
-Why not `dcp.async_save`: it saves once, and here a save that has failed is repeated from the same
-copy while training continues. And its thread waits for the copy before it joins the other ranks: if
-one rank cannot copy, the others would wait for it in the save.
+Why not `dcp.async_save`: it tries once, while here a failed save is repeated from the same copy and
+training continues. And its thread waits for the copy before it joins the other ranks: if one rank
+cannot copy, the others would wait for it in the save.
 What it costs: a copy of this process's part of the state in host memory: 12 bytes per parameter,
 over all processes.
 """
@@ -49,7 +49,7 @@ class AsyncSaver:
         self.background = mode != "disabled"
         self.on_gpu = device.type == "cuda"
         self.staging: Staging | None = None
-        if self.background or self.on_gpu:  # else it can be written from where it is
+        if self.background or self.on_gpu:  # otherwise DCP writes from the tensors themselves
             self.staging = Staging(device, keep=mode == "async_pinned")
         self.waited = 0.0  # seconds that training has waited for the save in progress
         self._threads = ThreadPoolExecutor(1, "save")
@@ -61,7 +61,7 @@ class AsyncSaver:
     def save(self, get_state: Callable[[], State], write: Write) -> None:
         """Waits for the previous save, then calls `write(state, failure)`.
 
-        If saving is asynchronous, that is in a thread, and this returns before.
+        If saving is asynchronous, a thread calls `write`, and this method returns at once.
         """
         started = time.monotonic()
         self.wait()
@@ -101,7 +101,7 @@ class AsyncSaver:
     def after_save(self, function: Callable[[], None]) -> None:
         """Calls a function once the save in progress has succeeded; in its thread if asynchronous.
 
-        Not if it fails: `wait` raises its error.
+        If the save fails, the function is not called, and `wait` raises the error.
         """
         if self.background:
             self._later = self._threads.submit(self._call_after, self._future, function)
@@ -109,7 +109,7 @@ class AsyncSaver:
             function()
 
     def _call_after(self, save: Future[None] | None, function: Callable[[], None]) -> None:
-        """`save`: it has ended, because there is one thread. None: training has waited for it."""
+        """Calls the function unless `save` has failed; it has ended, since there is one thread."""
         if save is None or save.exception() is None:
             function()
 
@@ -124,7 +124,7 @@ class AsyncSaver:
 
     @torch.no_grad()  # with gradients, `DTensor.to_local` takes a call of Python for autograd
     def _save(self, state: State, write: Write, ready: torch.cuda.Event | None) -> None:
-        """Staging, then writing."""
+        """Stages the state, then writes it."""
         failure: Exception | None = None
         try:
             if self.staging is not None:

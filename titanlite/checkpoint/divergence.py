@@ -1,5 +1,4 @@
-"""Divergence: what a run does when a step was bad, and what the next start of the same command
-does.
+"""Divergence: what a run does after a bad step, and what the next start of its command does.
 
 What it is: with `stability.action = "rollback"` the run returns to its newest checkpoint, and the
 samples of the bad step are excluded from then on. Otherwise, and after `max_rollbacks`, it ends.
@@ -14,8 +13,8 @@ that a supervisor does not restart it for ever.
 anything else is changed, so a run that is killed in a rollback excludes the same samples when it is
 started again.
 
-The functions here only read and write that file and rename checkpoints; they return what the run
-has to do, and `manager.py` does it.
+The functions here only read and write that file and rename checkpoints; `manager.py` does what
+they return.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ HINT = "checkpoint.load_step = N selects another"
 class Suspect(NamedTuple):
     """The checkpoint that may be the cause of a divergence."""
 
-    step: int  # from which this process has resumed, while no later step was finite; else 0
-    chosen: bool  # by the user, with checkpoint.load_step: it is not renamed
+    step: int  # resumed from, and no later step was finite; 0: none
+    chosen: bool  # the user chose it by checkpoint.load_step: do not rename it
 
 
 class Rollback(NamedTuple):
     """Whether a run may return to its newest checkpoint."""
 
-    excluded: list[Range]  # samples of the bad steps of all rollbacks of the run, this one included
+    excluded: list[Range]  # samples of bad steps, over all rollbacks of the run
     problem: str  # why it may not; "" if it may
 
 
@@ -63,11 +62,11 @@ class Rollback(NamedTuple):
 class Record:
     """The content of stability.json."""
 
-    attempts: int = 0  # divergences in a row that ended this command, without a newer checkpoint
-    newest: int = 0  # the newest checkpoint then
+    attempts: int = 0  # divergences in a row that ended this command without a newer checkpoint
+    newest: int = 0  # the newest checkpoint at the last divergence
     config: str = ""  # hash of the command's settings
     last: str = ""  # the last divergence
-    # Step, first, end: of the whole run
+    # One entry per rollback of the run: step, first, end
     rollbacks: list[dict[str, int]] = field(default_factory=list)
 
     @property
@@ -76,7 +75,7 @@ class Record:
 
 
 def read_record(folder: Path) -> Record:
-    """The record in a run's folder, an empty one if there is none.
+    """Reads the record in a run's folder; returns an empty one if there is none.
 
     Raises ConfigError if it is damaged.
     """
@@ -102,7 +101,7 @@ def _is_valid(record: Record) -> bool:
         if type(getattr(record, name)) is not type(default):
             return False
     for entry in record.rollbacks:
-        entry.pop("resumed", None)  # of an older version
+        entry.pop("resumed", None)  # a field of older versions
         if entry.keys() != {"step", "first", "end"}:
             return False
         if not all(type(number) is int for number in entry.values()):
@@ -113,7 +112,7 @@ def _is_valid(record: Record) -> bool:
 
 
 def excluded_before(run_folder: Path, settings: Settings) -> list[Range]:
-    """The samples of each rollback that the run has made before; all ranks call it together.
+    """Returns the samples that earlier rollbacks excluded; all ranks call it together.
 
     Raises ConfigError if a command with these settings has diverged too often.
     """
@@ -164,7 +163,7 @@ def begin_rollback(
 def end_command(run_folder: Path, settings: Settings, description: str, suspect: Suspect) -> str:
     """Counts a divergence that ends the run, and renames the checkpoint that is the cause.
 
-    All ranks call it together. Returns what the next start does, as a message.
+    All ranks call it together. Returns a message about what the next start does.
     """
 
     def end() -> str:
@@ -202,7 +201,7 @@ def _newest_step(run_folder: Path) -> int:
 
 
 def _as_ranges(pairs: Sequence[Sequence[int]]) -> list[Range]:
-    """Ranges that were exchanged as JSON, in which a tuple is a list."""
+    """Restores ranges from JSON, in which a tuple is a list."""
     return [(first, end) for first, end in pairs]
 
 
@@ -217,7 +216,7 @@ def _hash(settings: Settings) -> str:
 def step_back(run_folder: Path, suspect: Suspect) -> str:
     """Renames the suspected checkpoint, if there is one, so that the next start takes an older one.
 
-    On rank 0. Returns what the next start resumes from, as a message.
+    Runs on rank 0. Returns a message about what the next start resumes from.
     """
     folder = run_folder / "checkpoints"
     try:
@@ -239,7 +238,7 @@ def step_back(run_folder: Path, suspect: Suspect) -> str:
 
 
 def _renamed_since(folder: Path, older: list[int]) -> int:
-    """How many diverged checkpoints are newer than the last one of `older`: renamed in a row."""
+    """Counts the diverged checkpoints newer than the last of `older`: renamed in a row."""
     count = 0
     for path in folder.glob("step-*.diverged*"):
         step = int(path.name.removeprefix("step-").partition(".")[0])

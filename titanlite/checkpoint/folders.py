@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk, and the protocol by which each of them is complete or absent.
+"""Checkpoint folders on disk, and the protocol by which each is either complete or absent.
 
 What it is: `checkpoints/step-N/` contains safetensors files, small files that make the folder
 self-contained (resolved config, model shape, tokenizer, data manifest) and `manifest.json`. A save
@@ -10,8 +10,8 @@ self-contained (resolved config, model shape, tokenizer, data manifest) and `man
        and syncs them and the folder;
     4. renames the folder to `step-N`, and syncs the parent folder.
 
-So a folder was complete when it was named `step-N`, whenever a process died, and nothing is written
-into it later.
+So a folder named `step-N` is complete, whenever a process died, and nothing is written into it
+later.
 A deletion renames the folder first and then removes the files. A damaged checkpoint is renamed,
 never deleted.
 What it costs: two syncs of folders for a save.
@@ -49,11 +49,11 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def find_step_folder(path: Path) -> Path:
-    """The checkpoint at a user's path: a step folder, or the newest of a run.
+    """Finds the checkpoint at a user's path: a step folder, or the newest step of a run.
 
     Raises ConfigError if there is none.
     """
-    with contextlib.suppress(OSError):  # for example a name that is too long
+    with contextlib.suppress(OSError):  # for example, the name is too long
         if (path / NAME).is_file():
             return path
         for folder in (path / "checkpoints", path):
@@ -74,7 +74,7 @@ def begin(final: Path) -> Path:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Commits a folder that is complete: it gets its name."""
+    """Commits a complete folder: renames it to its final name."""
     sync_folder(temporary)
     temporary.rename(final)
     try:
@@ -89,7 +89,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def discard(final: Path) -> None:
-    """Removes what failed saves of a step have left: that frees space if the disk is full."""
+    """Removes what failed saves of a step have left, which frees space if the disk is full."""
     with contextlib.suppress(OSError):
         for unfinished in final.parent.glob(f"{final.name}.tmp-*"):
             shutil.rmtree(unfinished, ignore_errors=True)

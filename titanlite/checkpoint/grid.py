@@ -36,8 +36,8 @@ class Box(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """`edges`: in each dimension the starts of the cells, then the length; `files`: of the cells,
-    row by row.
+    """A tensor's cells. `edges`: for each dimension the starts of the cells, then the length;
+    `files`: the file of each cell, row by row.
     """
 
     edges: tuple[tuple[int, ...], ...]
@@ -48,14 +48,15 @@ class Grid(NamedTuple):
         return tuple(edges[-1] for edges in self.edges)
 
     def boxes(self) -> Iterator[Box]:
-        """All cells."""
+        """Yields all cells, row by row."""
         for file, (offsets, sizes) in zip(self.files, cells(self.edges), strict=True):
             yield Box(file, offsets, sizes)
 
 
 def grid_of(shape: Sequence[int], boxes: Iterable[Box]) -> Grid:
-    """The grid whose cells are these boxes, of which empty ones are left out. Raises ValueError
-    unless they cover the shape, without overlap.
+    """Builds the grid whose cells are these boxes; empty boxes are left out.
+
+    Raises ValueError unless the boxes cover the shape without overlap.
     """
     parts = [box for box in boxes if 0 not in box.sizes]
     if len(shape) > MAX_DIMS:

@@ -1,15 +1,15 @@
 """Checkpoint manager: when a run saves, and from which checkpoint it resumes.
 
-What it is: decides when to save and load. Both are done by torch.distributed.checkpoint (DCP): a
-save is `dcp.save`, below, and a load `dcp.load`, in `resume.py`, with a planner and a storage of
-ours as DCP's plug-ins (`planner.py`, `storage.py`). A run whose folder holds checkpoints resumes
+What it is: decides when to save and load. torch.distributed.checkpoint (DCP) does both: `dcp.save`
+is called below and `dcp.load` in `resume.py`, with our planner (`planner.py`) and storage
+(`storage.py`) as DCP's plug-ins. A run whose folder holds checkpoints resumes
 from the newest complete one; a damaged one is reported, renamed and skipped. A save is due every
 `freq` steps or `freq_minutes`, at the end, after a signal, and when a file named SAVE appears in
 the run's folder.
 A checkpoint is proven when a later step has a finite loss and gradient. Until then it may be
 useless although all its numbers are finite: a huge update can leave weights whose next gradient is
-NaN. So older checkpoints are deleted only once the newest is proven, and the last plausible one
-never is (`retention.py`).
+NaN. So older checkpoints are deleted only once the newest is proven, and the newest plausible one
+is never deleted (`retention.py`).
 What it costs: the first step after a save, or a load, waits for the device, to read its gradient
 norm and loss.
 """
@@ -61,10 +61,10 @@ class Diverged(RuntimeError):
 class Newest:
     """The newest checkpoint of the run, and what this process knows about it."""
 
-    step: int = 0  # 0: there is none
+    step: int = 0  # 0: there is no checkpoint
     proven: bool = True  # a later step of this process had a finite loss and gradient
     resumed: int = 0  # the step that this process has resumed from, until one is proven
-    returned: bool = False  # to `resumed`, in a rollback
+    returned: bool = False  # whether a rollback has returned to `resumed`
 
 
 class Checkpointer:
@@ -79,7 +79,7 @@ class Checkpointer:
         device: torch.device,
         guard: Guard,
     ) -> None:
-        """`folder`: of the run; `guard`: one of `states`, which a rollback resets."""
+        """`folder`: the run's folder; `guard`: the one in `states`, which a rollback resets."""
         self.config = config
         self.run_folder = folder
         self.folder = folder / "checkpoints"
@@ -104,7 +104,7 @@ class Checkpointer:
             self._require_unused()
         if dist.get_rank() == 0:
             sweep(self.folder)
-        # Also a run whose checkpoints were all renamed must not begin again in the same folder
+        # A run whose checkpoints were all renamed must not begin again in the same folder either
         saved = broadcast_from_rank0(
             lambda: bool(list_steps(self.folder)) or any(self.folder.glob("step-*.*"))
         )
@@ -129,11 +129,11 @@ class Checkpointer:
     def _resume(self) -> None:
         resumed = resume(self.folder, self.config, self.facts, self.states, self.retention)
         self.exclude_samples(resumed.excluded)
-        # Also if it was proven: if this process diverges at once, something is wrong with it
+        # Not proven again yet: if this process diverges at once, this checkpoint is suspect
         self.newest = Newest(resumed.step, proven=False, resumed=resumed.step)
 
     def exclude_samples(self, ranges: list[Range]) -> None:
-        """Lets the stream leave these samples out too; checkpoints saved later record them."""
+        """Makes the stream skip these samples too; checkpoints saved later record them."""
         if not ranges:
             return
         stream = self.states["data"]
@@ -146,11 +146,11 @@ class Checkpointer:
         self.guard.count_rollbacks(len(rollbacks))
 
     def state(self) -> State:
-        """The present state of the run, as it would be saved."""
+        """Returns the state of the run as it would be saved now."""
         return state_of(self.states)
 
     def files(self) -> dict[str, bytes]:
-        """The small files of a checkpoint: name -> content."""
+        """Returns the small files of a checkpoint: name -> content."""
         files = dict(self.facts.files)
         if self.excluded:
             files[EXCLUDED] = json.dumps(self.excluded).encode()
@@ -163,8 +163,8 @@ class Checkpointer:
         return passed and dist.get_rank() == 0
 
     def wait_for_staging(self) -> None:
-        """Waits until a save in progress has copied the parameters and the optimizer state, which
-        may then change.
+        """Waits until a save in progress has copied parameters and optimizer state, so that they
+        may change.
         """
         self.saver.wait_for_staging()
 
@@ -179,7 +179,7 @@ class Checkpointer:
         return self.saver.failed
 
     def due(self, step: int, requested: bool) -> bool:
-        """Whether to save after this step. `requested`: it is the last one, or all ranks have
+        """Whether to save after this step. `requested`: it is the last step, or all ranks have
         agreed to a request.
         """
         if step == self.newest.step:
@@ -223,7 +223,7 @@ class Checkpointer:
                     process_group=checkpoint_group(),
                 )
         finally:
-            self.planner.release()  # else a copy of the state would stay until the next save
+            self.planner.release()  # otherwise a copy of the state would live until the next save
         manifest = writer.manifest
         if manifest is None:  # not on rank 0
             return
@@ -244,7 +244,7 @@ class Checkpointer:
     def prove(self, loss: float) -> None:
         """Marks the newest checkpoint as proven, after a later step with finite loss and gradient.
 
-        Rank 0 then deletes older ones. `loss`: of that step, over all ranks.
+        Rank 0 then deletes older ones. `loss`: the later step's, over all ranks.
         """
         if self.newest.proven:
             return
@@ -263,13 +263,13 @@ class Checkpointer:
         All ranks call it together. Raises Diverged unless `stability.action` and `max_rollbacks`
         permit it.
         """
-        self.close()  # the save in progress may be the checkpoint to return to
+        self.close()  # a save in progress may be the checkpoint to return to
         verdict = outcome.acts_on
         problem = outcome.description
         stability = self.guard.config
         if verdict is not None and stability.action == "rollback":
-            # A process that has just started may have met bad samples: only a second bad step,
-            # with others, casts suspicion on the checkpoint
+            # The first bad step after a resume may be due to its samples: only a second one, with
+            # other samples, makes the checkpoint suspect
             step = self.newest.resumed if self.newest.returned else 0
             suspect = Suspect(step, self.config.load_step > 0)
             rollback = divergence.begin_rollback(
@@ -289,7 +289,7 @@ class Checkpointer:
         raise Diverged(f"{problem}: training has diverged; {advice}")
 
     def _return(self, verdict: Verdict, rollbacks: list[Range]) -> None:
-        """Loads the newest checkpoint without the samples of all `rollbacks`."""
+        """Loads the newest checkpoint, and excludes the samples of all `rollbacks`."""
         self.guard.reset()
         self._exclude_rolled_back(rollbacks)
         self._resume()
@@ -316,5 +316,5 @@ class Checkpointer:
         self.saver.wait_for_staging()
         mark_phase(Phase.SAVE)
         self.saver.wait()
-        # Rank 0 may still be deleting: a rank that exits earlier would end the run
+        # Rank 0 may still be deleting; a rank that exited before it would end the run
         gather(None, PATIENT)

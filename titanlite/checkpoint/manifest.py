@@ -5,7 +5,7 @@ each file; the grids by which tensors are cut; dtype, shape and grid of each ten
 the SHA-256 of the manifest's own text. A flipped bit anywhere in the folder is detected: in a file
 by the file's hash, in the manifest by its own.
 Why it is JSON: reading JSON can only build numbers, strings, lists and mappings. The checkpoint may
-come from an attacker, so every field is checked before it is used, names of files above all.
+come from an attacker, so every field, above all file names, is checked before it is used.
 What it costs: a line for each file, grid and tensor.
 """
 
@@ -31,8 +31,8 @@ from titanlite.runtime.files import read_bounded
 
 FORMAT = 3
 NAME = "manifest.json"
-MAX_BYTES = 1 << 25  # parsed, it takes up to 24 times as much memory
-# As safetensors names them
+MAX_BYTES = 1 << 25  # the parsed manifest takes up to 24 times as much memory
+# safetensors' names of dtypes
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -52,8 +52,8 @@ Settings = dict[str, dict[str, Any]]  # a config: section -> key -> value
 
 
 class CorruptCheckpoint(ConfigError):
-    """A checkpoint differs from what was written: a file is absent, truncated or changed, or its
-    manifest invalid.
+    """A checkpoint differs from what was written: a file is absent, truncated or changed, or the
+    manifest is invalid.
     """
 
 
@@ -72,7 +72,7 @@ class TensorEntry(NamedTuple):
 
 
 class RunMetadata(NamedTuple):
-    """The part of a manifest that the run supplies, and that does not follow from the files."""
+    """The part of a manifest that the run supplies because it does not follow from the files."""
 
     layout: dict[str, int]  # axis -> degree
     config: Settings
@@ -100,13 +100,13 @@ class Manifest:
 
     @property
     def degrees(self) -> str:
-        """The layout as text: dp_shard=2 tp=4."""
+        """The layout as text, for example dp_shard=2 tp=4."""
         used = [f"{axis}={degree}" for axis, degree in self.layout.items() if degree > 1]
         return " ".join(used) or "one process"
 
 
 def to_text(manifest: Manifest) -> str:
-    """The content of manifest.json, ended by the SHA-256 of all text before.
+    """Writes the content of manifest.json, which ends with the SHA-256 of the text before it.
 
     Raises ValueError if it is too long.
     """
@@ -141,12 +141,12 @@ def _json_line(key: str, value: object) -> str:
 
 
 def _sealing(body: str) -> str:
-    """The end of a manifest: the SHA-256 of the text before it."""
+    """Builds the end of a manifest: the SHA-256 of the text before it."""
     return SEAL + hashlib.sha256(body.encode()).hexdigest() + '"}\n'
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a step folder, checked except for the files it names.
+    """Reads and checks the manifest of a step folder, but not the files that it names.
 
     Raises CorruptCheckpoint.
     """
@@ -154,7 +154,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_text(path: Path) -> str:
-    """The text of a manifest. Raises CorruptCheckpoint."""
+    """Reads the text of a manifest. Raises CorruptCheckpoint."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
@@ -167,9 +167,9 @@ def read_text(path: Path) -> str:
 
 
 def describe_os_error(path: Path, error: OSError) -> str:
-    """The error as a problem of the checkpoint.
+    """Describes an error as a problem of the checkpoint.
 
-    Raises ConfigError if it is not one: no permission, a stale mount.
+    Raises ConfigError if the cause lies outside of it: no permission, a stale mount.
     """
     message = f"{path}: {error.strerror or error}"
     if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP):
@@ -178,7 +178,7 @@ def describe_os_error(path: Path, error: OSError) -> str:
 
 
 def parse_manifest(path: Path, text: str) -> Manifest:
-    """A manifest from its text; `path` is for errors.
+    """Parses a manifest; `path` is for errors.
 
     Raises CorruptCheckpoint, or ConfigError for another format.
     """
@@ -205,7 +205,7 @@ def parse_manifest(path: Path, text: str) -> Manifest:
 
 
 def _checked(fields: dict[str, Any]) -> Manifest:
-    """The fields as a Manifest."""
+    """Builds a Manifest from checked fields."""
     files = _checked_files(fields.pop("files"))
     grids = {key: _checked_grid(**grid) for key, grid in fields.pop("grids").items()}
     tensors = _checked_tensors(fields.pop("tensors"), grids, files)
@@ -247,7 +247,7 @@ def _checked_tensors(
     grids: dict[str, Grid],
     files: dict[str, FileEntry],
 ) -> dict[str, TensorEntry]:
-    # Of each grid once: many tensors have the same one
+    # Computed once per grid, since many tensors share one
     bytes_of_grids = {key: _bytes_of_files(grid, files) for key, grid in grids.items()}
     tensors = {}
     for name, entry in entries.items():
@@ -275,7 +275,7 @@ def _checked_grid(edges: list[list[int]], files: list[str]) -> Grid:
 
 
 def _bytes_of_files(grid: Grid, files: dict[str, FileEntry]) -> int:
-    """Bytes of the files of a grid, more than which its tensors cannot have."""
+    """Sums the bytes of a grid's files: an upper bound for its tensors."""
     names = set(grid.files)
     are_tensors = all(name.endswith(".safetensors") for name in names)
     require(are_tensors, "grids: a file that is not of safetensors")

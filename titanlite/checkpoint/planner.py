@@ -4,13 +4,13 @@
     dcp.save(state_dict, storage_writer=writer, planner=planner, process_group=group)
     dcp.load(state_dict, storage_reader=reader, planner=PlacementLoadPlanner(), process_group=group)
 
-What it is: a DTensor's placements say which part of the tensor each rank holds, so a rank knows
-alone what it writes, also where a tensor is replicated: the replicas take turns, so that each
+What it is: a DTensor's placements say which part of the tensor each rank holds, so a rank can
+decide alone what it writes. Where a tensor is replicated, the replicas take turns, so that each
 writes about as many bytes. Rank 0 needs the parts of all ranks only for the metadata. A large model
 is cut in about twenty ways, so a rank sends its part of each *cut* that it writes, and every n-th
-of the names, n being the number of ranks that hold the same tensors. In later saves it sends
-nothing, unless its tensors have changed. A load compares names, shapes and dtypes first, and
-reports everything that does not fit, also where the saved parts leave a hole.
+name, if n ranks hold the same tensors. In later saves it sends nothing, unless its tensors have
+changed. A load first compares names, shapes and dtypes, and reports everything that does not fit,
+including parts that are missing.
 Why it is here: DCP's default planner sends the whole plan of each rank to rank 0, which merges and
 checks it and sends it back. For a model of 405B parameters on 1,024 ranks that is half a gigabyte
 of pickles and minutes of Python (benchmarks/many_ranks.py).
@@ -18,10 +18,10 @@ What it costs: in the first save less than 1 kB from each rank to rank 0, in the
 itself sends the metadata from rank 0 to all ranks at the end of each save: 1 MB for that model.
 
 It serves any `dcp.save` and `dcp.load`, with any storage: nothing else of titanlite is imported.
-All values must be tensors, because a storage would have to pickle anything else, and plain tensors
-must be equal on all ranks. The process group must have all ranks of the meshes, be the same in all
-saves of a planner, and ranks that hold the same tensors must share a mesh. A planner keeps the
-tensors of the last save until the next one, or until `release`.
+Conditions: all values are tensors, because a storage would have to pickle anything else; plain
+tensors are equal on all ranks; the process group has all ranks of the meshes, and is the same in
+all saves of a planner; ranks that hold the same tensors share a mesh. A planner keeps the tensors
+of the last save until the next one, or until `release`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ MAX_PROBLEMS = 6  # lines of an error
 class StateMismatch(ValueError):
     """A state that cannot be saved, or does not fit the checkpoint.
 
-    `problems`: a line for each of the first ones, because rank 0 receives those of all ranks.
+    `problems` has a line for each of the first MAX_PROBLEMS, because rank 0 receives all ranks'.
     """
 
     def __init__(self, problems: list[str]) -> None:
@@ -79,9 +79,9 @@ class StateMismatch(ValueError):
 
 
 class Entry(NamedTuple):
-    """A tensor of this rank's table, which is the same on all ranks that hold these tensors."""
+    """A tensor's row in a rank's table. Ranks that hold the same tensors have equal tables."""
 
-    path: tuple[str | int, ...]  # in the nested state dict; joined by dots it is the name
+    path: tuple[str | int, ...]  # keys in the nested state dict; joined by dots: the name
     dtype: torch.dtype
     shape: Shape
     cut: int
@@ -90,26 +90,26 @@ class Entry(NamedTuple):
 class Report(NamedTuple):
     """The message of a rank to rank 0."""
 
-    first: int  # lowest of the ranks that hold the same tensors
-    digest: str  # of their table
+    first: int  # the lowest rank that holds the same tensors
+    digest: str  # hash of the table
     num_entries: int
-    entries: dict[int, Entry]  # some of the table, by their places in it
-    chunks: list[tuple[int, Shape, Shape]]  # cut, offsets, sizes: of what this rank writes
+    entries: dict[int, Entry]  # row number -> some rows of the table
+    chunks: list[tuple[int, Shape, Shape]]  # (cut, offsets, sizes) that this rank writes
 
 
 class Excluded(NamedTuple):
-    """What a rank leaves out, because another one writes it: rank 0's answer."""
+    """Rank 0's answer: what a rank leaves out, because another one writes it."""
 
     names: tuple[str, ...] = ()
     cuts: tuple[int, ...] = ()
 
 
 def grid_edges(shape: Sequence[int], boxes: Sequence[tuple[Shape, Shape]]) -> tuple[Shape, ...]:
-    """In each dimension the starts of the cells, then the length, of the grid whose cells are these
-    boxes (offsets, sizes).
+    """Computes the edges of the grid whose cells are these boxes (offsets, sizes): for each
+    dimension the starts of the cells, then the length.
 
-    Raises ValueError unless they cover the shape, without overlap. Numbers from a file may be
-    chosen so that all their hashes collide, so they are sorted instead.
+    Raises ValueError unless the boxes cover the shape without overlap. It sorts them instead of
+    hashing: numbers from a hostile file may be chosen so that all their hashes collide.
     """
     dims = {len(shape)}
     for offsets, sizes in boxes:
@@ -122,7 +122,7 @@ def grid_edges(shape: Sequence[int], boxes: Sequence[tuple[Shape, Shape]]) -> tu
         ordered = sorted([0, length, *(offsets[dim] for offsets, _ in boxes)])
         edges.append(tuple(edge for edge, _ in itertools.groupby(ordered)))
 
-    # As many cells as boxes, counted first: the edges of hostile boxes can make a huge grid
+    # Compare counts first: the edges of hostile boxes can span a huge grid
     num_cells = math.prod(len(starts) - 1 for starts in edges)
     inside = all(
         starts[0] == 0 and starts[-1] == length for starts, length in zip(edges, shape, strict=True)
@@ -134,13 +134,13 @@ def grid_edges(shape: Sequence[int], boxes: Sequence[tuple[Shape, Shape]]) -> tu
 
 
 def cells(edges: Sequence[Shape]) -> Iterator[tuple[Shape, Shape]]:
-    """Offsets and sizes of the cells of a grid, row by row."""
+    """Yields offsets and sizes of the cells of a grid, row by row."""
     for sides in itertools.product(*(itertools.pairwise(starts) for starts in edges)):
         yield tuple(start for start, _ in sides), tuple(end - start for start, end in sides)
 
 
 class Part(NamedTuple):
-    """This rank's part of a tensor: `local`, whose place in `value` is `chunk`."""
+    """This rank's part of a tensor `value`: the data `local`, at the place `chunk`."""
 
     name: str
     value: Tensor
@@ -149,7 +149,7 @@ class Part(NamedTuple):
 
     @property
     def signature(self) -> Hashable:
-        """What the plan of a tensor depends on."""
+        """The properties on which the plan of a tensor depends."""
         spread: tuple[Hashable, ...] = ()
         if isinstance(self.value, DTensor):
             spread = (self.value.device_mesh, self.value.placements)
@@ -168,9 +168,9 @@ class LocalParts:
 
     @torch.no_grad()  # with gradients, `DTensor.to_local` takes a call of Python for autograd
     def of(self, state: dict[str, Any]) -> list[Part]:
-        """The parts of all tensors; a DTensor may also lie on a mesh of other ranks.
+        """Returns the parts of all tensors; the mesh of a DTensor may lack this rank.
 
-        Raises StateMismatch with everything that is not a tensor, or not as its placements say.
+        Raises StateMismatch with everything that is not a tensor, or contradicts its placements.
         """
         parts = []
         problems = []
@@ -197,19 +197,19 @@ class LocalParts:
     def _chunk(self, value: DTensor) -> ChunkStorageMetadata:
         key = (value.shape, value.device_mesh, value.placements)
         if key not in self._known:
-            # What DCP calls itself: one chunk per rank. Checked: torch 2.13; read: 2.11
+            # DCP's own way to get it: one chunk per rank. Checked: torch 2.13; read: 2.11
             [self._known[key]] = value.__create_chunk_list__()
         return self._known[key]
 
 
 def is_supported(value: object) -> bool:
-    """Whether a value is a DTensor or a plain tensor: other kinds of sharded ones are not."""
+    """Whether a value is a DTensor or a plain tensor; other sharded kinds are not supported."""
     is_sharded = hasattr(value, "__create_write_items__") or hasattr(value, "local_shards")
     return isinstance(value, DTensor) or (isinstance(value, Tensor) and not is_sharded)
 
 
 def replicas(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, int]:
-    """Which replica of a tensor this rank holds, and how many there are."""
+    """Returns which replica of a tensor this rank holds, and the number of replicas."""
     replica = 0
     count = 1
     coordinates = mesh.get_coordinate() or ()
@@ -221,7 +221,7 @@ def replicas(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, in
 
 
 def write_item(part: Part) -> WriteItem:
-    """DCP's description of a part that is written."""
+    """Builds DCP's description of a part that is written."""
     kind = WriteItemType.TENSOR
     if isinstance(part.value, DTensor):
         kind = WriteItemType.SHARD
@@ -233,8 +233,8 @@ def write_item(part: Part) -> WriteItem:
 class PlacementSavePlanner(DefaultSavePlanner):
     """Plans saves: one object for all saves of a run.
 
-    On rank 0, `writers` has the rank that writes each chunk of the metadata's tensors: name ->
-    ranks, in the order of the chunks.
+    On rank 0, `writers` maps the name of each tensor to the ranks that write its chunks, in the
+    order of the metadata's chunks.
     """
 
     def __init__(self) -> None:
@@ -242,17 +242,17 @@ class PlacementSavePlanner(DefaultSavePlanner):
         self.writers: dict[str, list[int]] = {}
         self._local_parts = LocalParts()
         self._parts: list[Part] = []
-        self._locals: dict[str, Tensor] = {}  # those that are written
-        self._signature: list[Hashable] = []  # of the tensors that the plan is for
-        self._items: list[tuple[int, WriteItem]] = []  # what this rank writes, with its cut
+        self._locals: dict[str, Tensor] = {}  # tensors that this rank writes
+        self._signature: list[Hashable] = []  # describes the tensors that the plan is for
+        self._items: list[tuple[int, WriteItem]] = []  # (cut, item) that this rank writes
         self._report = Report(0, "", 0, {}, [])
-        self._reported = False  # and rank 0 has used it
+        self._reported = False  # whether rank 0 has used the report
         # On rank 0: what all ranks have reported, and the answers
         self._reports: list[Report] = []
         self._answers: list[Excluded] = []
 
     def create_local_plan(self) -> SavePlan:
-        """A plan without items; its `planner_data` is what rank 0 has to know.
+        """Returns a plan without items, whose `planner_data` is the report to rank 0.
 
         Raises StateMismatch.
         """
@@ -274,19 +274,19 @@ class PlacementSavePlanner(DefaultSavePlanner):
             holders = sorted(largest.mesh.flatten().tolist())
         table: list[Entry] = []
         self._items = []
-        # Cuts are numbered in the order of the tensors, so alike on all holders
+        # Cuts are numbered in the order of the tensors, so all holders use the same numbers
         cuts: dict[Hashable, int] = {}
-        written: dict[int, list[int]] = {}  # number of replicas -> bytes that each of them writes
+        written: dict[int, list[int]] = {}  # number of replicas -> bytes per replica
         for part in self._parts:
             value = part.value
             if isinstance(value, DTensor):
                 replica, count = replicas(value.device_mesh, value.placements)
-                # The replica that has written least is the next one
+                # The replica with the fewest bytes so far writes this tensor
                 bytes_of = written.setdefault(count, [0] * count)
                 writer = bytes_of.index(min(bytes_of))
                 bytes_of[writer] += value.numel() * value.element_size()
                 writes = writer == replica
-                # Also by writer, because the parts of a cut are reported by those that write them
+                # The writer is part of the key, because each part is reported by its writer
                 key: Hashable = (value.shape, value.device_mesh, value.placements, writer)
             else:
                 writes = rank == holders[0]
@@ -295,7 +295,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             table.append(Entry(self.mappings[part.name], value.dtype, tuple(value.shape), cut))
             if writes and 0 not in part.chunk.sizes:  # uneven shards can be empty
                 self._items.append((cut, write_item(part)))
-        chunks = {}  # tensors of one cut have the same one
+        chunks = {}  # cut -> chunk, which all tensors of a cut share
         for cut, item in self._items:
             assert item.tensor_data is not None
             chunks[cut] = item.tensor_data.chunk
@@ -309,7 +309,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On rank 0: the metadata, and for each rank a plan with what it leaves out.
+        """Runs on rank 0: returns for each rank a plan with what it leaves out, and the metadata.
 
         Raises StateMismatch if the parts of a tensor do not cover it, or overlap: such a checkpoint
         could not be loaded.
@@ -360,16 +360,16 @@ class Cut(NamedTuple):
 def combined(
     reports: list[Report],
 ) -> tuple[Metadata, dict[str, list[int]], list[Excluded]]:
-    """From the reports of all ranks: the metadata, the writers of each tensor's chunks, and what
-    each rank leaves out. Raises StateMismatch.
+    """Combines the reports of all ranks into the metadata, the writers of each tensor's chunks, and
+    what each rank leaves out. Raises StateMismatch.
     """
     cuts, doubled = reported_cuts(reports)
-    covered: dict[tuple[int, int], tuple[int, ...]] = {}  # shapes that were compared with a cut
+    covered: dict[tuple[int, int], tuple[int, ...]] = {}  # cut -> the last shape compared with it
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     writers: dict[str, list[int]] = {}
     dtypes: dict[torch.dtype, TensorProperties] = {}
-    shared: dict[int, list[str]] = {}  # by their first rank: what earlier holders write
+    shared: dict[int, list[str]] = {}  # first rank -> tensors that earlier holders write
     for first, table in sorted(reported_tables(reports).items()):
         shared[first] = []
         for _, entry in sorted(table.items()):
@@ -405,9 +405,9 @@ def combined(
 
 
 def reported_tables(reports: list[Report]) -> dict[int, dict[int, Entry]]:
-    """The tables of all holders, by their first ranks. Raises StateMismatch."""
+    """Joins the reported parts of each table: first rank -> table. Raises StateMismatch."""
     tables: dict[int, dict[int, Entry]] = {}
-    compared: dict[int, int] = {}  # the first of the holders whose report there is
+    compared: dict[int, int] = {}  # first rank -> the report to compare others with
     for rank, report in enumerate(reports):
         tables.setdefault(report.first, {}).update(report.entries)
         other = compared.setdefault(report.first, rank)
@@ -420,8 +420,8 @@ def reported_tables(reports: list[Report]) -> dict[int, dict[int, Entry]]:
 
 
 def reported_cuts(reports: list[Report]) -> tuple[dict[tuple[int, int], Cut], list[list[int]]]:
-    """The cuts, by the holders' first rank and number; and of each rank, those whose part a lower
-    rank writes: a tensor can lie on a part of the mesh, so that the other ranks have another copy.
+    """Returns the cuts by (first rank, number), and for each rank the numbers of cuts whose part a
+    lower rank writes: a tensor can lie on a part of the mesh, and other ranks then have a copy.
     """
     cuts: dict[tuple[int, int], Cut] = {}
     doubled: list[list[int]] = [[] for _ in reports]
@@ -442,12 +442,12 @@ def reported_cuts(reports: list[Report]) -> tuple[dict[tuple[int, int], Cut], li
 class PlacementLoadPlanner(DefaultLoadPlanner):
     """Plans a load, and compares everything before anything is read.
 
-    A tensor of floating point may be saved in another precision: it is rounded. DCP itself converts
-    any dtype to any other, without a word.
+    A floating-point tensor may be saved in another precision: it is converted. DCP's own planner
+    converts any dtype to any other without a message.
     """
 
     def create_local_plan(self) -> LoadPlan:
-        """A plan without items, for rank 0: `finish_plan` returns them.
+        """Returns a plan without items for rank 0; `finish_plan` returns the items.
 
         Raises StateMismatch with everything that is absent or does not fit.
         """
@@ -485,7 +485,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         return LoadPlan([])
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """What this rank reads."""
+        """Returns the plan of what this rank reads."""
         return dataclasses.replace(new_plan, items=self._items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -494,7 +494,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
 
 
 def read_item(part: Part, overlap: Overlap) -> ReadItem:
-    """DCP's description of what is read from a chunk."""
+    """Builds DCP's description of what is read from a chunk."""
     return ReadItem(
         LoadItemType.TENSOR,
         MetadataIndex(part.name, part.chunk.offsets),
@@ -506,7 +506,7 @@ def read_item(part: Part, overlap: Overlap) -> ReadItem:
 
 
 def difference(part: Part, saved: object) -> str:
-    """What is wrong with a tensor of the checkpoint, or ""."""
+    """Describes what is wrong with a tensor of the checkpoint; "" if nothing is."""
     if saved is None:
         return f"has no {part.name}"
     if not isinstance(saved, TensorStorageMetadata):
@@ -524,11 +524,11 @@ def described(dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 class Overlap(NamedTuple):
-    """What a saved chunk and a part of a tensor have in common."""
+    """The intersection of a saved chunk and a part of a tensor."""
 
     chunk: ChunkStorageMetadata
-    number: int  # of the chunk in the tensor's list
-    in_chunk: torch.Size  # where it begins
+    number: int  # the chunk's index in the tensor's list
+    in_chunk: torch.Size  # offsets of the intersection
     in_part: torch.Size
     lengths: torch.Size
 
@@ -536,7 +536,7 @@ class Overlap(NamedTuple):
 def overlapping(
     chunks: Sequence[ChunkStorageMetadata], part: ChunkStorageMetadata
 ) -> Iterator[Overlap]:
-    """What each of the chunks has in common with a part of the tensor, if anything."""
+    """Lists the intersections of the chunks with a part of the tensor."""
     for number, chunk in enumerate(chunks):
         in_chunk = []
         in_part = []

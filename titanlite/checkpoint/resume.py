@@ -1,13 +1,13 @@
-"""Resuming: from which checkpoint a run continues, and which settings it must share with it.
+"""Resuming: from which checkpoint a run continues, and which settings must be equal.
 
-What it is: the newest checkpoint that is complete, intact and finite; others are renamed on the way
-to it. The model's shape must be the same, because its tensors would not fit. Data, seed, sequence
-length and optimizer settings must be the same because the losses would differ; a change of these
-can be accepted by name, and later checkpoints then contain the new values. Everything else may
-change: layout, number of processes, precision, schedule, number of steps, how often to save. The
-samples that the run had excluded (`divergence.py`) are in the checkpoint's excluded.json, because
-its position in the data counts the others; so a copy of it, or a branch from it, reads the same
-samples next.
+What it is: a run resumes from the newest checkpoint that is complete, intact and finite; newer ones
+are renamed. The model's shape must be the same, because its tensors would not fit. Data, seed,
+sequence length and optimizer settings must be the same because the losses would differ; a change
+of these can be accepted by name, and later checkpoints then contain the new values. Everything
+else may change: layout, number of processes, precision, schedule, number of steps, how often to
+save. The samples that the run had excluded (`divergence.py`) are in the checkpoint's
+excluded.json, because the position in the data does not count them; so a copy of the checkpoint,
+or a branch from it, reads the same samples next.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from titanlite.runtime.errors import ConfigError
 
 logger = logging.getLogger("titanlite")
 
-# In a checkpoint: pairs of a first sample number and the one after the last
+# File of a checkpoint: ranges of sample numbers (first, last + 1)
 EXCLUDED = "excluded.json"
 
 
@@ -75,7 +75,7 @@ def resume(
     )
     verified = time.monotonic()
 
-    state = state_of(states)  # of the parts that are switched on
+    state = state_of(states)  # only of parts that are switched on
     missing = missing_parts(manifest, states, state)
     for name in missing:
         logger.info("%s: not in the checkpoint, so it starts anew", name)
@@ -88,7 +88,7 @@ def resume(
             process_group=checkpoint_group(),
         )
     for part in missing.values():
-        part.reset()  # after a rollback it is no longer as at the start of the run
+        part.reset()  # after a rollback it has a state of this run
     excluded = broadcast_from_rank0(lambda: read_excluded(path, manifest))
 
     loaded = time.monotonic()
@@ -108,7 +108,7 @@ def resume(
 def missing_parts(
     manifest: Manifest, states: Mapping[str, Stateful], state: State
 ) -> dict[str, OptionalStateful]:
-    """The optional parts that have a state now and none in the checkpoint, which is older."""
+    """Finds the optional parts that have a state now, but none in this older checkpoint."""
     saved = {name.partition(".")[0] for name in manifest.tensors}
     missing = {}
     for name in state:
@@ -119,7 +119,7 @@ def missing_parts(
 
 
 def read_excluded(folder: Path, manifest: Manifest) -> list[Range]:
-    """The samples that were excluded when the checkpoint was saved. Raises CorruptCheckpoint."""
+    """Reads which samples were excluded when the checkpoint was saved. Raises CorruptCheckpoint."""
     if EXCLUDED not in manifest.files:
         return []
     try:
@@ -140,10 +140,10 @@ def read_excluded(folder: Path, manifest: Manifest) -> list[Range]:
 def newest_usable(
     folder: Path, config: CheckpointConfig, retention: Retention
 ) -> tuple[Path, Manifest]:
-    """The newest checkpoint that is intact and finite, or that of `checkpoint.load_step`.
+    """Finds the newest checkpoint that is intact and finite, or that of `checkpoint.load_step`.
 
-    In a run that has none, `load_step` is a step of the run in `checkpoint.initial_load`. All ranks
-    call it together. Raises ConfigError if no checkpoint is usable.
+    If the run has no checkpoint, `load_step` is a step of the run in `checkpoint.initial_load`. All
+    ranks call it together. Raises ConfigError if no checkpoint is usable.
     """
     load_step = config.load_step
     steps: list[int] = broadcast_from_rank0(lambda: list_steps(folder))
@@ -171,10 +171,10 @@ def newest_usable(
 
 
 def _candidates(folder: Path, steps: list[int], load_step: int, retention: Retention) -> list[int]:
-    """`checkpoint.load_step` and the steps saved later with this setting, the preferred one last.
+    """Lists `checkpoint.load_step` and later steps saved with this setting; the last is preferred.
 
-    So a command with `load_step`, if repeated, resumes from its latest save. Raises ConfigError if
-    there is none.
+    So a repeated command with `load_step` resumes from its latest save. Raises ConfigError if there
+    is none.
     """
 
     def saved_since() -> list[int]:
@@ -194,7 +194,7 @@ def _candidates(folder: Path, steps: list[int], load_step: int, retention: Reten
         )
     if load_step in steps:
         return [load_step, *later]
-    if not later:  # else the step itself has been deleted since
+    if not later:  # with later steps, `load_step` itself may have been deleted since
         allowed = ", ".join(map(str, steps)) or "none, the run has no checkpoint"
         raise ConfigError(
             f"checkpoint.load_step = {load_step}: not in {folder}; allowed: {allowed}"
@@ -203,8 +203,8 @@ def _candidates(folder: Path, steps: list[int], load_step: int, retention: Reten
 
 
 def _of_another_run(run: Path, step: int) -> tuple[Path, Manifest]:
-    """A step of the run in folder `run`, which is only read: a damaged step is an error, and is not
-    renamed.
+    """Finds a step of another run, whose folder is only read: a damaged step is an error, and is
+    not renamed.
     """
     folder = run / "checkpoints"
     path = step_folder(folder, step)
@@ -221,7 +221,7 @@ def _of_another_run(run: Path, step: int) -> tuple[Path, Manifest]:
 
 
 def _usable(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint, after verification; if it is unusable, logs the reasons and
+    """Verifies a checkpoint and returns its manifest; if it is unusable, logs the reasons and
     renames the folder.
     """
     try:
@@ -310,9 +310,9 @@ def require_compatible(
 
 
 def samples_used(folder: Path, manifest: Manifest) -> int:
-    """How many samples the checkpoint has used."""
+    """Reads the number of samples that the run had used at this checkpoint."""
     entry = manifest.tensors.get("data.samples")
-    # Without it, or if it is another, that is reported when the state is loaded
+    # A missing or different entry is reported when the state is loaded
     if entry is None or (entry.dtype, entry.shape) != ("I64", ()):
         return 0
     file = ShardFile(folder / entry.grid.files[0])
@@ -322,11 +322,11 @@ def samples_used(folder: Path, manifest: Manifest) -> int:
 def _compatibility_settings(
     config: Settings, files: Mapping[str, bytes], samples: int
 ) -> dict[str, Any]:
-    """Key -> value of the settings that must be the same.
+    """Returns key -> value of the settings that must be the same.
 
-    `samples`: how many the checkpoint has used.
+    `samples`: the number of samples used at the checkpoint.
     """
-    # A file may be older than a field: then it has the default, which is what runs did
+    # A file may be older than a field; then runs did what the field's default does
     shape = {field.name: field.default for field in dataclasses.fields(LlamaConfig)}
     shape |= json.loads(files["model.json"])
     settings: dict[str, Any] = {f"model.{name}": value for name, value in shape.items()}
@@ -334,26 +334,26 @@ def _compatibility_settings(
         if key.resume == "any":
             continue
         section, _, entry = name.partition(".")
-        # A checkpoint may be older than the key: then it has the default, which is what runs did
+        # A checkpoint may be older than the key; then runs did what the key's default does
         settings[name] = _as_json(config.get(section, {}).get(entry, key.default))
-    if settings["lora.rank"] > 0:  # others would leave out adapters that the checkpoint has
+    if settings["lora.rank"] > 0:  # another value could leave out adapters that the checkpoint has
         targets = settings["lora.targets"].replace(",", " ").split()
         settings["lora.targets"] = ", ".join(sorted(targets))
     else:
         del settings["lora.targets"]
         del settings["lora.layers"]
-    settings["data.phases"] = _phases_begun(config, samples)  # later ones may change
+    settings["data.phases"] = _phases_begun(config, samples)  # later phases may change
     settings["data"] = _described_sources(json.loads(files["data.json"]))
     return settings
 
 
 def _as_json(value: Any) -> Any:
-    """A value as it is in a manifest, where a tuple is a list."""
+    """Converts a value to what a manifest has: a tuple becomes a list."""
     return json.loads(json.dumps(value))
 
 
 def _described_sources(data: dict[str, Any]) -> list[list[str]]:
-    """Name and description of each source, from the content of data.json."""
+    """Lists name and description of each source, from the content of data.json."""
     sources = data.get("sources") or [{"name": data["name"], "weight": 1, "manifest": data}]
     total = sum(source["weight"] for source in sources)
     described = []
@@ -392,14 +392,14 @@ def _require_counted_steps(config: Settings, step: int, samples: int, accepted: 
 
 
 def _batch_sizes(config: Settings) -> TrainingConfig:
-    """The batch sizes in the config of a checkpoint, which may be older than the ramp."""
+    """Reads the batch sizes in a checkpoint's config, which may be older than the ramp."""
     saved = config.get("training", {})
     names = ("global_batch_size", "batch_ramp", "seq_len")
     return TrainingConfig(**{name: saved[name] for name in names if name in saved})
 
 
 def _source_differences(was: list[list[str]], now: list[list[str]]) -> list[str]:
-    """A line for each source that is not the same; each has a name and a description."""
+    """Writes a line for each source that differs; a source is a name and a description."""
     if len(was) == len(now) == 1:
         name, text = was[0]
         new_name, new_text = now[0]
@@ -420,7 +420,7 @@ def _source_differences(was: list[list[str]], now: list[list[str]]) -> list[str]
 
 
 def _phases_begun(config: Settings, samples: int) -> dict[str, Any]:
-    """First sample -> weights of the phases before sample number `samples`."""
+    """Maps first sample to weights, for the phases that begin before sample number `samples`."""
     begun = {}
     for entry in config.get("data", {}).get("phases", ()):
         first = first_sample(PhaseConfig(**entry), _batch_sizes(config))
@@ -430,7 +430,7 @@ def _phases_begun(config: Settings, samples: int) -> dict[str, Any]:
 
 
 def training_changes(was: Settings, now: Settings) -> list[str]:
-    """Settings that may change, but change how the run trains: one `key old -> new` each."""
+    """Lists changed settings that are allowed but change training, as `key old -> new`."""
     changes = []
     for section in ("training", "optimizer", "stability", "schedule", "float8", "ema"):
         for key, value in _as_json(now[section]).items():

@@ -9,8 +9,8 @@ rule when the newest one is proven (see `manager.py`); `prune` also keeps the ne
 Why a finite loss is not enough: RMSNorm makes a finite loss of weights of any size, so weights that
 one bad step has made useless can be saved, and can train on. A checkpoint is plausible if its loss
 is at most MARGIN above the lowest of the plausible ones before it, and the first one at most MARGIN
-above ln V, the loss of equal probabilities for V tokens. The newest plausible one is kept as well,
-beside the rule.
+above ln V, the loss of equal probabilities for V tokens. The newest plausible one is kept in
+addition to the rule.
 What it costs: each manifest is read once; file sizes are looked up after each save.
 """
 
@@ -34,25 +34,25 @@ from titanlite.runtime.files import read_bounded, replace_file, sync_folder
 logger = logging.getLogger("titanlite")
 
 PROVEN = ".proven"  # in the run's folder: a `Proof` as JSON
-MARGIN = 1.0  # nats: a perplexity that is e times as high
+MARGIN = 1.0  # nats; one nat more is a perplexity e times as high
 
 
 @dataclass(frozen=True)
 class Proof:
     """What a run knows about the quality of its checkpoints: the content of `.proven`."""
 
-    step: int = 0  # the newest proven step: a later step had a finite gradient; 0: none is known
-    # The newest proven step whose loss was not far above those before; 0: none is known
+    step: int = 0  # newest step after which another had a finite gradient; 0: none
+    # The newest proven step whose loss was not far above those before; 0: none
     plausible: int = 0
     loss: float | None = None  # the lowest training loss of the step after a plausible one
     validation_loss: float | None = None  # the lowest validation loss of a plausible one
 
 
 def read_proof(run_folder: Path) -> Proof:
-    """The record in a run's folder; an empty one if there is none, or if it is damaged."""
+    """Reads the record in a run's folder; an empty one if there is none or it is damaged."""
     try:
         content = json.loads(read_bounded(run_folder / PROVEN, 1000))
-        if type(content) is int:  # of an older version: the step alone
+        if type(content) is int:  # older versions wrote only the step
             content = {"step": content, "plausible": content}
         proof = Proof(**content)
         if is_valid(proof):
@@ -76,13 +76,13 @@ def is_valid(proof: Proof) -> bool:
 def delete_step(folder: Path, step: int) -> None:
     """Removes a checkpoint. It is renamed first, so that a partly deleted one is never read."""
     renamed = step_folder(folder, step).rename(folder / f"step-{step}.deleted")
-    # Otherwise a power failure could undo the rename, but not the removal of files
+    # Without this, a power failure could undo the rename but not the removal of files
     sync_folder(folder)
     remove_folder(renamed)
 
 
 class Retention:
-    """Applies the rule to a `checkpoints` folder, whose manifests it reads once each."""
+    """Applies the rule to a `checkpoints` folder; reads each manifest once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -93,7 +93,7 @@ class Retention:
         self._read[manifest.step] = dataclasses.replace(manifest, tensors={})
 
     def read(self, step: int) -> Manifest | None:
-        """The manifest of a step; None if it cannot be read."""
+        """Returns the manifest of a step; None if it cannot be read."""
         if step not in self._read:
             try:
                 self.add(read_manifest(step_folder(self.folder, step)))
@@ -102,7 +102,7 @@ class Retention:
         return self._read.get(step)
 
     def good(self) -> list[Manifest]:
-        """The checkpoints that are finite and have all files in their sizes, ascending."""
+        """Lists the finite checkpoints whose files all have the right size, ascending."""
         good = []
         for step in list_steps(self.folder):
             manifest = self.read(step)
@@ -113,9 +113,9 @@ class Retention:
         return good
 
     def go_back(self, step: int) -> None:
-        """Forgets what is known about later steps than the one from which the run continues."""
+        """Forgets what is known about steps after the one from which the run continues."""
         proof = read_proof(self.folder.parent)
-        # What the user went back to is what later ones are compared with
+        # Later checkpoints are compared with the one that the user went back to
         if proof.plausible > step:
             proof = Proof(step, step)
         self.write(dataclasses.replace(proof, step=min(step, proof.step)))
@@ -127,8 +127,8 @@ class Retention:
     def prove(self, step: int, loss: float, uniform_loss: float, config: CheckpointConfig) -> None:
         """Records that the newest checkpoint is proven, and deletes what the rule does not keep.
 
-        `loss`: the training loss of the step after it. A validation loss at its own step counts
-        instead. `uniform_loss`: ln V.
+        `loss`: the training loss of the step after it; if the checkpoint has a validation loss,
+        that counts instead. `uniform_loss`: ln V.
         """
         manifest = self.read(step)
         validation_loss = manifest.validation_loss if manifest else None
@@ -141,18 +141,18 @@ class Retention:
             for old in steps_to_delete(self.good(), *rule):
                 delete_step(self.folder, old)
         except (OSError, ConfigError) as error:
-            # The new checkpoint is complete; the old one only takes space
+            # Not an error: the new checkpoint is complete, and the old one only takes space
             logger.warning("an old checkpoint in %s could not be deleted: %s", self.folder, error)
 
 
 def judge(
     before: Proof, step: int, loss: float, validation_loss: float | None, uniform_loss: float
 ) -> Proof:
-    """The record after `step` is proven; `before`: the record until then.
+    """Returns the record after `step` is proven; `before`: the record until then.
 
     Warns if its loss is far above the others.
     """
-    # Like with like: the validation loss only if the one before is known too
+    # Compare validation losses only if the one before is known too
     judged = loss
     reference = uniform_loss if before.loss is None else before.loss
     name = "the training loss after it"
@@ -162,13 +162,13 @@ def judge(
         name = "its validation loss"
 
     if step == before.plausible:
-        # A process that resumes from it does not judge it again: the data may be others now
+        # A process that resumes from it does not judge it again: the data may have changed
         return Proof(step, step, loss, validation_loss)
     if judged <= reference + MARGIN:
         lowest = _lower(before.loss, loss)
         lowest_validation = _lower(before.validation_loss, validation_loss)
         return Proof(step, step, lowest, lowest_validation)
-    # Only about the first one; later ones are the same until the loss has come down
+    # Warn once: later checkpoints are implausible too until the loss has come down
     if before.step == before.plausible:
         consequence = "None is better"
         if before.plausible:
@@ -179,7 +179,7 @@ def judge(
 
 
 def _lower(first: float | None, second: float | None) -> float | None:
-    """The lower one of the losses that are known."""
+    """Returns the lower of the losses that are known."""
     known = [loss for loss in (first, second) if loss is not None]
     return min(known, default=None)
 
@@ -187,14 +187,14 @@ def _lower(first: float | None, second: float | None) -> float | None:
 def steps_to_delete(
     good: list[Manifest], keep: int, keep_every: int, keep_best: int, plausible: int = 0
 ) -> list[int]:
-    """The steps that the rule does not keep; `good` is ascending.
+    """Lists the steps that the rule does not keep; `good` is ascending.
 
     keep = 0 keeps all; `plausible`: a step to keep in any case.
     """
     if not keep:
         return []
     steps = [manifest.step for manifest in good]
-    validated = []  # best first; of equals the newer
+    validated = []  # best first; among equals, the newer first
     for manifest in good:
         if manifest.validation_loss is not None:
             validated.append((manifest.validation_loss, -manifest.step))

@@ -1,4 +1,4 @@
-"""What a checkpoint says about its run, so that it can be used without the run's folder.
+"""The facts about a run in its checkpoints, so that they can be used without the run's folder.
 
 What it is: the config, the layout and the data's fingerprint, which go into each manifest; and the
 small files beside it: config.toml, model.json (the model's shape), data.json and the tokenizer.
@@ -27,7 +27,7 @@ class RunFacts:
         degrees: Mapping[str, int],
         data: list[PreparedData],
     ) -> None:
-        """`config`: as it is to be recorded; `degrees`: of each axis of the mesh."""
+        """`config`: the one to record; `degrees`: mesh axis -> size."""
         self.toml = to_toml(config)
         self.config: Settings = dataclasses.asdict(config)
         self.layout = dict(degrees)
@@ -41,9 +41,9 @@ class RunFacts:
         }
         templates = [part.manifest.get("chat_template", "") for part in data]
         template = next(filter(None, templates), "")
-        if template:  # of conversations: a user of the checkpoint talks to it in the same form
+        if template:  # for conversations: whoever uses the checkpoint needs the same template
             self.files[TEMPLATE_FILE] = template.encode()
 
     def metadata(self, validation_loss: float | None) -> RunMetadata:
-        """The run's part of a manifest; `validation_loss`: at the step that is saved."""
+        """Builds the run's part of a manifest; `validation_loss`: that of the saved step."""
         return RunMetadata(self.layout, self.config, self.data, validation_loss)

@@ -1,9 +1,9 @@
-"""One safetensors file: written from memory without a copy and hashed at the same time; read.
+"""Safetensors files: writes one from memory without a copy while hashing it, and reads one.
 
 What it is: each process's part of a checkpoint is a file that any safetensors tool can open: 8
 bytes of length, a JSON header with dtype, shape and offsets of each tensor, then the tensors'
-bytes. It contains no code. Where the tensors are parts of larger ones, the header says at which
-offsets, as torch.distributed.checkpoint writes it.
+bytes. It contains no code. If the tensors are parts of larger ones, the header has their offsets,
+in the format of torch.distributed.checkpoint.
 Why it is here: the library's `save_file` copies all tensors first, and neither hashes nor syncs the
 file. Here one thread writes the tensors' memory, while another hashes it and checks that all values
 are finite.
@@ -31,7 +31,7 @@ from torch import Tensor
 from titanlite.checkpoint.manifest import DTYPE_NAMES, CorruptCheckpoint, FileEntry
 
 BLOCK = 1 << 25  # bytes that are written at a time
-# The names that torch.distributed.checkpoint reads: in a file's metadata, and there for each tensor
+# Keys that torch.distributed.checkpoint reads: in a file's metadata, and in each tensor's entry
 SHARDING_INFO = "DCP_SHARDING_INFO"
 SAVED_OFFSETS = "saved_offsets"
 
@@ -43,13 +43,13 @@ class Shard(NamedTuple):
     offsets: dict[str, list[int]]  # where each part begins in the whole tensor
 
     def header(self) -> bytes:
-        """The beginning of the file."""
+        """Builds the beginning of the file."""
         return header_bytes(self.tensors, sharding_metadata(self.offsets))
 
 
 def sharding_metadata(offsets: Mapping[str, list[int]]) -> dict[str, str]:
-    """The places of parts in their tensors, for a header, as HuggingFaceStorageReader of
-    torch.distributed.checkpoint finds them.
+    """Encodes the offsets of parts in their tensors for a header, as HuggingFaceStorageReader of
+    torch.distributed.checkpoint expects them.
     """
     places = {name: {SAVED_OFFSETS: place} for name, place in offsets.items()}
     return {
@@ -84,7 +84,7 @@ def write_files(files: dict[Path, Shard]) -> dict[Path, Written]:
 
 
 class Described(Protocol):
-    """What a header needs of a tensor, which may not be in memory."""
+    """The properties of a tensor that a header needs; the tensor need not be in memory."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -95,7 +95,7 @@ class Described(Protocol):
 
 
 def header_bytes(tensors: Mapping[str, Described], metadata: dict[str, str] | None = None) -> bytes:
-    """The beginning of a file that has these tensors in this order."""
+    """Builds the beginning of a file that has these tensors in this order."""
     header: dict[str, object] = {}
     if metadata:
         header["__metadata__"] = metadata
@@ -114,7 +114,7 @@ def header_bytes(tensors: Mapping[str, Described], metadata: dict[str, str] | No
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's memory, without a copy."""
+    """Returns the tensor's memory, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -133,17 +133,17 @@ def write_file(path: Path, shard: Shard) -> int:
 
 
 def _start_writeback(descriptor: int, offset: int, size: int) -> None:
-    """Lets Linux write these bytes to the disk now: it would begin at the sync, or when much memory
-    has not been written. A hint, which others ignore.
+    """Makes Linux start writing these bytes to the disk now, not at the sync or when much memory is
+    unwritten. This is a hint; other systems ignore it.
     """
-    with contextlib.suppress(AttributeError, OSError):  # absent on macOS; not on every file system
+    with contextlib.suppress(AttributeError, OSError):  # macOS and some file systems lack it
         os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)
 
 
 def _hash_and_check(shard: Shard) -> tuple[str, bool]:
-    """SHA-256 of the file, and whether all values are finite.
+    """Computes the SHA-256 of the file, and whether all values are finite.
 
-    Tensor by tensor, so that each is still in the CPU's cache when it is read a second time.
+    It goes tensor by tensor, so that each is still in the CPU's cache for the second read.
     """
     digest = hashlib.sha256(shard.header())
     finite = True
@@ -154,7 +154,7 @@ def _hash_and_check(shard: Shard) -> tuple[str, bool]:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a CPU tensor contains neither NaN nor infinity. By numpy, which starts no threads."""
+    """Whether a CPU tensor has neither NaN nor infinity; uses numpy, which starts no threads."""
     if not tensor.dtype.is_floating_point or not tensor.numel():
         return True
     flat = tensor.reshape(-1)
@@ -184,7 +184,7 @@ class ShardFile:
     def read(
         self, key: str, dtype: str, shape: tuple[int, ...], place: tuple[slice, ...]
     ) -> Tensor:
-        """The part of a tensor in `place`; `dtype` and `shape` are those in the manifest."""
+        """Reads the part of a tensor at `place`; `dtype` and `shape` are the manifest's."""
         if key not in self._keys:
             raise CorruptCheckpoint(f"{self.path}: no tensor {key!r}, which the manifest names")
         tensor = self._file.get_slice(key)

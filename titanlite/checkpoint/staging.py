@@ -3,7 +3,7 @@
 What it is: a tensor in CPU memory is copied by numpy. From a GPU the state comes in pieces, through
 a few pinned buffers: each belongs to a thread, which copies a piece into it on its own CUDA stream,
 waits until the piece has arrived, and moves it into ordinary memory. While one thread waits for the
-GPU, others move theirs.
+GPU, other threads move their pieces.
 Why it is here: a GPU writes into pinned memory at the speed of the bus, and into ordinary memory at
 a fraction of it. Pinned memory cannot be swapped out or used for anything else, so only the buffers
 are pinned.
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.state import State
 
-# Pinned buffers, and the bytes of each
+# Number of pinned buffers, and bytes per buffer
 BUFFERS = 4
 PIECE = 32 << 20
 
@@ -31,19 +31,19 @@ class Staging:
     """Copies states to the host, one at a time."""
 
     def __init__(self, device: torch.device, keep: bool) -> None:
-        """`keep`: the memory of a copy is used again by the next one, otherwise it is freed with
-        the copy.
+        """`keep`: reuse the memory of a copy for the next one; otherwise it is freed with the
+        copy.
         """
         self.device = device
         self.keep = keep
         self._memories: dict[str, Tensor] = {}  # with `keep`: name -> copy
         self._threads = ThreadPoolExecutor(BUFFERS, "staging")
-        self._of_thread = threading.local()  # its stream and buffer
+        self._of_thread = threading.local()  # each thread's stream and buffer
 
     def copy(self, state: State, also_host: bool, ready: torch.cuda.Event | None) -> State:
-        """The state in CPU memory, complete when this returns.
+        """Copies the state to CPU memory; the copy is complete when this returns.
 
-        `also_host`: tensors that are in CPU memory already are copied too. `ready`: on CUDA, the
+        `also_host`: also copy tensors that are already in CPU memory. `ready`: on CUDA, the
         event after which the state is valid. Raises RuntimeError if a tensor is not contiguous, or
         if there is no memory.
         """
@@ -53,14 +53,14 @@ class Staging:
             copies[part] = {}
             for name, value in values.items():
                 if value.device.type == "mps" or not (_on_gpu(value) or also_host):
-                    copies[part][name] = value.cpu()  # the same tensor if it is there already
+                    copies[part][name] = value.cpu()  # not copied if it is already on the CPU
                     continue
                 copy = self._memory(f"{part}.{name}", value)
                 copies[part][name] = copy
                 source = _bytes(value)
                 target = _bytes(copy)
                 if not _on_gpu(value):
-                    # By numpy: torch would start a second OpenMP team, for this thread
+                    # numpy, because torch would start a second OpenMP team for this thread
                     np.copyto(target.numpy(), source.numpy())
                     continue
                 for piece, place in zip(source.split(PIECE), target.split(PIECE), strict=True):
@@ -70,7 +70,7 @@ class Staging:
         return copies
 
     def _memory(self, key: str, value: Tensor) -> Tensor:
-        """CPU memory for a copy of a tensor; a DTensor if it is one."""
+        """Returns CPU memory for a copy of a tensor; for a DTensor, a DTensor."""
         if key in self._memories:
             return self._memories[key]
         memory = torch.empty_like(value, device="cpu")
@@ -79,7 +79,7 @@ class Staging:
         return memory
 
     def _move(self, source: Tensor, target: Tensor, ready: torch.cuda.Event | None) -> None:
-        """Thread: copies one piece from the GPU through this thread's pinned buffer."""
+        """Copies one piece from the GPU through the calling thread's pinned buffer."""
         thread = self._of_thread
         if not hasattr(thread, "buffer"):
             torch.cuda.set_device(self.device)
@@ -99,7 +99,7 @@ def _on_gpu(tensor: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor as a row of bytes, in the same memory."""
+    """Views this rank's part of a tensor as a row of bytes."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach().view(-1).view(torch.uint8)
 

@@ -32,9 +32,9 @@ State = dict[str, dict[str, Any]]
 
 @runtime_checkable
 class OptionalStateful(Protocol):
-    """A Stateful that older checkpoints may lack; `reset` lets it begin anew then."""
+    """A Stateful that older checkpoints may lack; `reset` then restores its initial state."""
 
-    # Not a subclass of torch's Stateful: below Python 3.12 every isinstance of that would fail
+    # Not a subclass of torch's Stateful: below Python 3.12, isinstance checks of it would then fail
     # (findings/stateful_protocol_of_typing.sh)
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
@@ -42,7 +42,7 @@ class OptionalStateful(Protocol):
 
 
 def state_of(states: Mapping[str, Stateful]) -> State:
-    """The state of each part that is switched on: views of its tensors, not copies."""
+    """Collects the state of each part that is switched on: views of its tensors, not copies."""
     state = {}
     for name, part in states.items():
         values = part.state_dict()
@@ -57,10 +57,10 @@ def every_name(name: str) -> bool:
 
 
 class ModelState(Stateful):
-    """Parameters by name, of all parts of the model that this process holds.
+    """Parameters by name, over all parts of the model that this process holds.
 
-    Those whose name `selects` accepts: with adapters (`parallel/lora.py`) a checkpoint holds only
-    these, because the other weights stay as they were in the file that they come from.
+    It has the parameters whose name `selects` accepts: with adapters (`parallel/lora.py`) only the
+    adapters are saved, because the other weights stay equal to those in their file.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class ModelState(Stateful):
 
 
 class FrozenWeights(Stateful):
-    """The fingerprint of the weights that adapters are added to, which no checkpoint holds.
+    """The fingerprint of the frozen weights under adapters; no checkpoint holds these weights.
 
-    It has no state in other runs.
+    In runs without adapters it has no state.
     """
 
     def __init__(self, path: str, fingerprint: str) -> None:
-        """`path`: of the weights; `fingerprint`: hexadecimal, empty if there are none."""
+        """`path`: the file of the weights; `fingerprint`: hexadecimal, empty without adapters."""
         self.path = path
         self.fingerprint = bytes.fromhex(fingerprint)
 
@@ -121,7 +121,7 @@ class OptimizerState(Stateful):
         for part in self.parts:
             for module in part.modules():
                 if isinstance(module, FSDPModule):
-                    # An evaluation may leave it gathered; optimizer state belongs to shards
+                    # An evaluation may leave it gathered, but optimizer state belongs to shards
                     module.reshard()
         trained: list[tuple[str, Tensor]] = []
         for part in self.parts:
@@ -131,7 +131,7 @@ class OptimizerState(Stateful):
     def state_dict(self) -> dict[str, Any]:
         if not self.optimizer.state:
             self._allocate()
-        # Not a defaultdict: a parameter without state is an error
+        # Copied into a plain dict: a parameter without state must be an error
         state = dict(self.optimizer.state)
         return {
             f"state.{name}.{key}": value
@@ -161,15 +161,15 @@ class OptimizerState(Stateful):
 
 
 class RandomState(Stateful):
-    """torch's and Python's generators.
+    """The random generators of torch and Python.
 
     They are equal on all processes, so one copy is saved for all.
     """
 
     def state_dict(self) -> dict[str, Any]:
         version, numbers, _ = random.getstate()
-        # The keys are the same on CPU and CUDA, so a run can move between them: zeros stand for a
-        # CUDA generator that there is not
+        # The keys are the same on CPU and CUDA, so that a run can move between them: without a
+        # CUDA generator, zeros take its place
         cuda = torch.zeros(16, dtype=torch.uint8)
         if torch.cuda.is_initialized():
             cuda = torch.cuda.get_rng_state()
@@ -177,7 +177,7 @@ class RandomState(Stateful):
         return {"torch": torch.get_rng_state(), "cuda": cuda, "python": python}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises CorruptCheckpoint if one of them does not accept its state."""
+        """Restores the generators. Raises CorruptCheckpoint if one does not accept its state."""
         try:
             torch.set_rng_state(state["torch"])
             version, *numbers = state["python"].tolist()

@@ -1,7 +1,7 @@
 """The files of a step folder, compared with its manifest before anything is loaded from them.
 
 What it is: `file_problems` compares kinds and sizes, `verify_files` and `read_file` the hashes.
-`verify_together` is that of all ranks: each reads some of the files.
+`verify_together` divides the work of `verify_files` over all ranks.
 What it costs: verification reads every byte once, with several threads on each node.
 """
 
@@ -31,11 +31,11 @@ from titanlite.distributed.agreement import PATIENT, broadcast, on_all_ranks
 from titanlite.runtime.files import read_bounded
 
 BLOCK_BYTES = 1 << 22  # read at a time
-LATE_SECONDS = 10  # in which a network file system shows this rank what rank 0 sees
+LATE_SECONDS = 10  # how long a network file system may take to show what rank 0 sees
 
 
 def file_problems(folder: Path, files: dict[str, FileEntry]) -> list[str]:
-    """Files that are absent, of a wrong size, or not regular files. Reads no content."""
+    """Lists files that are absent, of a wrong size, or not regular. Reads no content."""
     problems = []
     for name, entry in files.items():
         path = folder / name
@@ -51,7 +51,7 @@ def file_problems(folder: Path, files: dict[str, FileEntry]) -> list[str]:
 
 
 def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
-    """One of the small files.
+    """Reads one of the small files and compares its hash.
 
     Raises CorruptCheckpoint if the manifest does not name it, or it has changed.
     """
@@ -72,7 +72,7 @@ def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
 
 
 def digest_of(path: Path, progress: Callable[[int], object] | None = None) -> str:
-    """SHA-256 of a file in hexadecimal.
+    """Computes the SHA-256 of a file, in hexadecimal.
 
     `progress` is called with the number of bytes of each block.
     """
@@ -92,7 +92,7 @@ def verify_files(
     names: list[str] | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> list[str]:
-    """Problems of a checkpoint's files, or of those in `names`: reads and hashes all bytes.
+    """Lists the problems of a checkpoint's files, or of those in `names`: hashes all bytes.
 
     `progress` is called with the number of bytes of each block, by several threads.
     """
@@ -117,8 +117,8 @@ def verify_files(
 
 
 def verify_together(folder: Path, prefix: str = "") -> Manifest:
-    """The manifest, if the files whose names begin with `prefix` match it. Each rank reads some of
-    them.
+    """Verifies the files whose names begin with `prefix`, and returns the manifest. Each rank reads
+    some of the files.
 
     Raises on all ranks CorruptCheckpoint with the problems of all, or the error of a rank that
     fails for a reason outside the checkpoint.

@@ -1,21 +1,21 @@
 """The storage of checkpoints: a StorageWriter and a StorageReader of torch.distributed.checkpoint
 (DCP).
 
-What it is: `StepWriter` writes torch's own sharded safetensors: a file of each kind and process,
-whose tensors have their plain names, and in the header the place of each part (DCP_SHARDING_INFO),
-as HuggingFaceStorageWriter does with `save_distributed`. So torch alone opens a step folder:
+What it is: `StepWriter` writes torch's own sharded safetensors, as HuggingFaceStorageWriter does
+with `save_distributed`: one file per kind and process, whose tensors have their plain names, with
+the place of each part in the header (DCP_SHARDING_INFO). So torch alone opens a step folder:
 
     step = "outputs/debug/checkpoints/step-800"
     dcp.load(state_dict, storage_reader=HuggingFaceStorageReader(step))
 
-Added to it are a manifest (`manifest.py`) with the hash of every file, and a name that the folder
-has only when it is complete (`folders.py`). `StepReader` takes the places of all parts from the
-manifest, which is small and verified, and not from the headers of all files.
+`StepWriter` adds a manifest with the hash of every file (`manifest.py`), and names the folder
+`step-N` only when it is complete (`folders.py`). `StepReader` takes the places of all parts from
+the manifest, which is small and verified, and not from the headers of all files.
 Why it is here: torch's writer builds each file in memory as one bytes object, and neither hashes
-nor publishes a folder as a whole; its reader opens every file on every process. Neither of them
-pickles, and neither do these.
+nor publishes a folder as a whole; its reader opens every file on every process. Like torch's, our
+writer and reader pickle nothing.
 What it costs: each process writes its parts once: 12 bytes per parameter in fp32 with AdamW, over
-all processes. A reader maps the files that hold parts of its own.
+all processes. A reader maps only the files that hold its parts.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ logger = logging.getLogger("titanlite")
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written. Earlier ones are unchanged."""
+    """A checkpoint could not be written. Earlier checkpoints are unchanged."""
 
 
 class StepWriter(StorageWriter):
@@ -90,8 +90,8 @@ class StepWriter(StorageWriter):
         facts: RunMetadata,
         failure: Exception | None = None,
     ) -> None:
-        """`extra_files`: name -> content, for the folder; `failure`: an error that this process had
-        before, which is then that of the save on all processes.
+        """`extra_files`: name -> content of the small files; `failure`: an earlier error of this
+        process, which makes the save fail on all processes.
         """
         self.final = folders.step_folder(folder, step)
         self.step = step
@@ -100,10 +100,10 @@ class StepWriter(StorageWriter):
         self.facts = facts
         self.failure = failure
         self.temporary = Path()
-        self.manifest: Manifest | None = None  # on rank 0, when it is committed
+        self.manifest: Manifest | None = None  # on rank 0, once the step is committed
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a writer is for one save."""
+        """Does nothing: a writer is for one save."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -111,8 +111,8 @@ class StepWriter(StorageWriter):
         return False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises RuntimeError if there was an earlier failure, of whatever kind: not every
-        exception can be sent to other processes.
+        """Raises RuntimeError for an earlier failure of any type, because not every exception can
+        be sent to other processes.
         """
         if self.failure is not None:
             raise RuntimeError(reason(self.failure))
@@ -121,8 +121,8 @@ class StepWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0: creates the temporary folder, whose name and the number of its files each rank
-        receives.
+        """Runs on rank 0: creates the temporary folder, and sends its name and the number of files
+        to each rank.
         """
         temporary = folders.begin(self.final)
         numbered = []
@@ -151,9 +151,9 @@ class StepWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all files are written: adds the small ones and the manifest, and commits.
+        """Adds the small files and the manifest, and commits. Runs on rank 0 after all writes.
 
-        Raises ValueError if the parts of a tensor are no grid.
+        Raises ValueError if the parts of a tensor do not form a grid.
         """
         files: dict[str, FileEntry] = {}
         all_finite = True
@@ -179,7 +179,7 @@ class StepWriter(StorageWriter):
 
 
 def cpu_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
-    """What is written for an item. Raises TypeError if no safetensors file can hold it."""
+    """Returns an item's tensor on the CPU. Raises TypeError if safetensors lacks its dtype."""
     value = planner.resolve_data(item)
     dtype = value.dtype if isinstance(value, Tensor) else type(value)
     if not isinstance(value, Tensor) or dtype not in DTYPE_NAMES:
@@ -189,7 +189,7 @@ def cpu_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
 
 
 def kind_of(fqn: str) -> str:
-    """Which of the process's files has the tensor.
+    """Returns the kind of file that holds the tensor.
 
     Parameters, and averaged ones (`optim/ema.py`), have separate files, because most readers need
     nothing else.
@@ -204,7 +204,7 @@ def file_name(fqn: str, rank: int) -> str:
 
 
 def tensor_entries(metadata: Metadata, writers: dict[str, list[int]]) -> dict[str, TensorEntry]:
-    """The manifest's entries; `writers`: of each tensor's chunks.
+    """Builds the manifest's entries; `writers`: name -> the ranks that write the chunks.
 
     Raises ValueError if the parts of a tensor do not cover it, or overlap.
     """
@@ -223,14 +223,14 @@ def tensor_entries(metadata: Metadata, writers: dict[str, list[int]]) -> dict[st
 
 
 class StepReader(StorageReader):
-    """Reads a step's folder in any layout. `step_files.py` has verified the files before."""
+    """Reads a step's folder in any layout. `step_files.py` must have verified the files."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a reader is for one folder."""
+        """Does nothing: a reader is for one folder."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -238,11 +238,12 @@ class StepReader(StorageReader):
         return False
 
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
-        """The tensors of the manifest.
+        """Converts the manifest's tensors to DCP's metadata.
 
-        Not `kwargs`: by this name DCP finds out whether it may go on without the other ranks.
+        The last parameter must not be called `kwargs`: DCP takes that name as the sign that it may
+        go on without the other ranks.
         """
-        chunks: dict[int, list[ChunkStorageMetadata]] = {}  # of each grid, by its identity
+        chunks: dict[int, list[ChunkStorageMetadata]] = {}  # id of a grid -> its chunks
         tensors: dict[str, Any] = {}
         for name, entry in self.manifest.tensors.items():
             key = id(entry.grid)
@@ -258,7 +259,7 @@ class StepReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing: the places of all parts are in the manifest."""
+        """Does nothing: the places of all parts are in the manifest."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -269,7 +270,7 @@ class StepReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fills this process's parts. Raises CorruptCheckpoint."""
         files: dict[str, ShardFile] = {}
-        boxes: dict[int, dict[tuple[int, ...], Box]] = {}  # of each grid, by their offsets
+        boxes: dict[int, dict[tuple[int, ...], Box]] = {}  # id of a grid -> offsets -> box
         try:
             for item in plan.items:
                 name = item.storage_index.fqn
@@ -298,7 +299,7 @@ class StepReader(StorageReader):
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line."""
+    """Describes an error in one line."""
     lines = str(error).strip().splitlines()
     if not lines or isinstance(error, (LookupError, AssertionError)):  # whose text says little
         return ": ".join([type(error).__name__, *lines[-1:]])
@@ -307,10 +308,9 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def saving(step: int, folder: Path) -> Iterator[None]:
-    """Turns the error of `dcp.save`, which is raised on all ranks if any fails, into a SaveError;
-    no folder of the step is left.
+    """Turns an error of `dcp.save` into a SaveError, on all ranks; leaves no folder of the step.
 
-    DCP's own is no Exception, and a page of tracebacks.
+    DCP's own error is not an Exception, and prints a page of tracebacks.
     """
     try:
         yield
@@ -327,21 +327,20 @@ def saving(step: int, folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(folder: Path) -> Iterator[None]:
-    """Turns the error of `dcp.load`, which is raised on all ranks if any fails, into one about the
-    folder: CorruptCheckpoint if it is damaged, ConfigError if a tensor does not fit, RuntimeError
-    for an error that is not the checkpoint's.
+    """Turns an error of `dcp.load` into one about the folder, on all ranks: CorruptCheckpoint if it
+    is damaged, ConfigError if a tensor does not fit, RuntimeError if the cause lies elsewhere.
     """
     try:
         yield
     except CheckpointException as failed:
         logger.debug("%s", failed)
         raise load_error(folder, failed) from None
-    except CorruptCheckpoint as error:  # of a part that was given its state
+    except CorruptCheckpoint as error:  # from a part's `load_state_dict`
         raise CorruptCheckpoint([f"{folder}: {problem}" for problem in error.problems]) from None
 
 
 def load_error(folder: Path, failed: CheckpointException) -> Exception:
-    """The errors of all ranks as one."""
+    """Combines the errors of all ranks into one."""
     unfit: list[str] = []
     damaged: list[str] = []
     others: list[str] = []
@@ -357,5 +356,5 @@ def load_error(folder: Path, failed: CheckpointException) -> Exception:
     if others:
         return RuntimeError("; ".join(others))
     if unfit:
-        return ConfigError(list(dict.fromkeys(unfit)))  # each once
+        return ConfigError(list(dict.fromkeys(unfit)))  # without repetitions
     return CorruptCheckpoint(list(dict.fromkeys(damaged)))

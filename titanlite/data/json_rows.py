@@ -1,9 +1,8 @@
 """Files of rows that are read whole: prompts of `titanlite generate`, questions of a validation.
 
-What it is: each line is a JSON object, or, in a file whose name ends with .txt, a text. The lines
-that are wrong are one error, with their numbers, before anything is computed. Lines end with a line
-feed; blank ones are left out. Training data, which may be of any size, is read by
-`tools/prepare/`.
+What it is: each line is a JSON object, or, in a file whose name ends with .txt, a text. One error
+lists all wrong lines by number, before anything is computed. Lines end with a line feed; blank
+lines are skipped. Training data, which may be of any size, is read by `tools/prepare/`.
 What it costs: the file in memory.
 """
 
@@ -19,7 +18,7 @@ from titanlite.runtime.files import read_bounded
 
 LARGEST = 1 << 28  # bytes of a file
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-SHOWN = 6  # of a file's bad lines
+SHOWN = 6  # bad lines listed in an error
 
 
 class JsonRow(NamedTuple):
@@ -32,10 +31,10 @@ class JsonRow(NamedTuple):
 def read_rows(
     path: Path, problem_of: Callable[[dict[str, Any]], str], text_field: str = ""
 ) -> list[JsonRow]:
-    """The rows of a file, in its order.
+    """Reads the rows of a file, in its order.
 
-    `problem_of` returns what is wrong with a row, or an empty text. `text_field`: the field that a
-    line of a .txt file is; empty: all files are JSON lines. Raises ConfigError.
+    `problem_of` returns what is wrong with a row, or an empty text. `text_field`: the field that
+    gets the line of a .txt file; empty: every file is JSON lines. Raises ConfigError.
     """
     try:
         content = read_bounded(path, LARGEST)
@@ -74,12 +73,12 @@ def raise_problems(problems: list[str]) -> None:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for anything else."""
+    """Parses a JSON object. Raises ValueError for anything else."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg}, at character {error.pos + 1}") from None
-    except (ValueError, RecursionError) as error:  # a number or a nesting without end
+    except (ValueError, RecursionError) as error:  # also for huge numbers and deep nesting
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, found {type(value).__name__}")
@@ -87,7 +86,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def text_problem(values: dict[str, Any], field: str) -> str:
-    """What is wrong with a field that must be a text; empty if nothing is."""
+    """Describes what is wrong with a field that must be a text; empty if nothing is."""
     if field not in values:
         return f"has no `{field}`; expected an object with that text"
     value = values[field]

@@ -1,10 +1,10 @@
-"""The mixture of several sources: which source sample i comes from, in proportion to the weights.
+"""The mixture of several sources: the source of sample i, in proportion to the weights.
 
 What it is: a pattern of 100,000 samples that repeats. Each source has its share of the pattern, a
 whole number of samples that differs from the exact share by less than one, and its samples are
-spread evenly over the pattern: the m-th of c is near the position (m + 1/2) / c of its length.
-Weights may change at a given sample, where the next phase begins with its own pattern. Each phase
-starts with the number of samples that every source has had before.
+spread evenly over the pattern: sample m of c lies near (m + 1/2) / c of its length. Weights may
+change at a given sample, where the next phase begins with its own pattern. A phase continues each
+source where the phase before it stopped.
 Why it is here: the source of sample i, and how many samples of that source came before, are
 functions of i alone. No random draw has to be repeated on resuming, and the shares are exact, where
 independent draws would vary.
@@ -35,22 +35,22 @@ class Phase:
         self.first = first
         self.used = used
         self.counts = pattern_counts(weights)
-        # The samples of a pattern, source by source: their number within the source, and time
+        # All samples of a pattern, source by source: index within the source, and place in [0, 1)
         numbers = np.concatenate([np.arange(count) for count in self.counts])
-        lengths = np.repeat(self.counts, self.counts)  # of their sources
+        lengths = np.repeat(self.counts, self.counts)  # samples of their source
         times = (numbers + 0.5) / lengths
         sources = np.repeat(np.arange(len(weights)), self.counts)
 
-        order = np.lexsort((sources, times))  # by time; at equal times by source
-        self.sources = sources[order].astype(np.uint16)  # of the samples of a pattern
-        self.before = numbers[order].astype(np.int32)  # samples of the same source before it
+        order = np.lexsort((sources, times))  # by place; at equal places by source
+        self.sources = sources[order].astype(np.uint16)  # one entry per sample of a pattern
+        self.before = numbers[order].astype(np.int32)  # earlier samples of the same source
 
     def used_until(self, sample: int) -> list[int]:
-        """The number of samples of each source before this one."""
+        """Counts the samples of each source before this one."""
         repeats, num_samples = divmod(sample - self.first, PATTERN)
-        # Samples of each source in the last pattern, which is not complete
+        # Samples of each source in the last, incomplete pattern
         partial = np.bincount(self.sources[:num_samples], minlength=len(self.counts)).tolist()
-        totals = []  # before the phase, in whole patterns, and in the last one
+        totals = []  # sums of: before the phase, whole patterns, last pattern
         for used, count, in_last in zip(self.used, self.counts, partial, strict=True):
             totals.append(used + repeats * count + in_last)
         return totals
@@ -73,7 +73,7 @@ class Mixture:
         return self.phases[bisect.bisect_right(self.starts, sample) - 1]
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """(source, number of samples of this source before) of sample number `sample`."""
+        """Returns the source of a sample, and the number of samples of this source before it."""
         phase = self._phase(sample)
         repeats, index = divmod(sample - phase.first, PATTERN)
         source = int(phase.sources[index])
@@ -81,19 +81,19 @@ class Mixture:
         return source, phase.used[source] + repeats * phase.counts[source] + in_pattern
 
     def used(self, samples: int) -> list[int]:
-        """The number of samples of each source among the first `samples`."""
+        """Counts the samples of each source among the first `samples`."""
         return self._phase(samples).used_until(samples)
 
 
 def pattern_counts(weights: list[float]) -> list[int]:
-    """Samples of each source in a pattern.
+    """Computes how many samples of each source a pattern has.
 
     Exact shares are rounded down; the samples left over go to the largest remainders.
     """
     total = sum(weights)
     exact = [weight / total * PATTERN for weight in weights]
     counts = [int(share) for share in exact]
-    # The source that lost most by rounding down comes first
+    # The largest remainder comes first
     by_remainder = sorted(range(len(weights)), key=lambda source: counts[source] - exact[source])
     for source in by_remainder[: PATTERN - sum(counts)]:
         counts[source] += 1
@@ -101,7 +101,7 @@ def pattern_counts(weights: list[float]) -> list[int]:
 
 
 def build_mixture(section: DataConfig, training: TrainingConfig) -> Mixture:
-    """The mixture of the sources and phases of a config; logs the shares of several sources.
+    """Builds the mixture of a config's sources and phases; logs the shares if there are several.
 
     Raises ConfigError for a weight that is too small for a sample in each pattern.
     """
@@ -129,7 +129,7 @@ def _require_samples(key: str, names: list[str], weights: list[float]) -> None:
 
 
 def _shares(names: list[str], weights: list[float]) -> str:
-    """The sources with their percentages, as logged."""
+    """Writes the sources with their percentages, for the log."""
     total = sum(weights)
     percentages = [100 * weight / total for weight in weights]
     shares = [f"{name} {share:.2f}%" for name, share in zip(names, percentages, strict=True)]

@@ -4,8 +4,8 @@ What it is: sample i is a row of one of the sources. A mixture (`mixture.py`) gi
 sample i, and how many of the samples before it had the same source. Each epoch of a source visits
 every row once, in an order given by a Feistel permutation (Luby and Rackoff 1988) with (seed,
 source, epoch) as its key.
-Why it is here: any sample can be read at once, on any number of processes, and no shuffle buffer or
-worker process has state that must be saved.
+Why it is here: any process can read any sample directly, and there is no shuffle buffer or worker
+process whose state would have to be saved.
 What it costs: a few microseconds of Python per sample.
 """
 
@@ -27,7 +27,7 @@ MASK = (1 << 64) - 1
 
 
 def mix(x: int) -> int:
-    """A hash of 64 bits (the finaliser of splitmix64, Steele et al. 2014)."""
+    """Hashes 64 bits (the finaliser of splitmix64, Steele et al. 2014)."""
     x = (x + 0x9E3779B97F4A7C15) & MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
@@ -35,12 +35,12 @@ def mix(x: int) -> int:
 
 
 def permute(index: int, size: int, key: int) -> int:
-    """A permutation of 0 .. size - 1, chosen by `key`.
+    """Permutes 0 .. size - 1; `key` selects the permutation.
 
     Four Feistel rounds permute the numbers of 2 * half bits. They are repeated until the result is
     below `size` (fewer than four times on average), which gives a permutation of 0 .. size - 1.
     """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits
+    half = max(1, ((size - 1).bit_length() + 1) // 2)  # number of bits
     low = (1 << half) - 1  # the mask of the lower half
     while True:
         left = index >> half
@@ -51,14 +51,14 @@ def permute(index: int, size: int, key: int) -> int:
             left = right
             right = next_right
         index = left << half | right
-        if index < size:  # else permute the result again: this stays a bijection
+        if index < size:  # otherwise permute again: the result is still a bijection
             return index
 
 
 def dropout_keys(seed: int, samples: Sequence[int], seq_len: int) -> Tensor:
-    """The keys of the tokens of these sample numbers: (B, S), from 0 to 2^63 - 1.
+    """Computes the keys of the tokens of these sample numbers: (B, S), from 0 to 2^63 - 1.
 
-    Rows have hashes of their own, so equal keys of different samples are not to be expected.
+    The sample number enters the hash, so equal keys in different samples are unlikely.
     """
     rows = [mix(seed ^ mix(sample)) >> 1 for sample in samples]
     return torch.tensor(rows)[:, None] ^ torch.arange(seq_len)
@@ -67,8 +67,8 @@ def dropout_keys(seed: int, samples: Sequence[int], seq_len: int) -> Tensor:
 class Samples:
     """The order of the samples: sample number -> row of a source.
 
-    A pure function of sources, seed and mixture. Excluded ranges of sample numbers are left out of
-    the stream: its position p is the p-th sample that is not excluded.
+    It is a pure function of sources, seed and mixture. The stream skips excluded ranges of sample
+    numbers: its position p is the p-th sample that is not excluded.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Samples:
         mixture: Mixture,
         excluded: Sequence[Range] = (),
     ) -> None:
-        """`sources`: in the mixture's order. `excluded` may be in any order, and overlap."""
+        """`sources` are in the mixture's order. `excluded` may be unsorted, and overlap."""
         self.names = list(sources)
         self.rows = list(sources.values())
         self.seed = seed
@@ -86,16 +86,16 @@ class Samples:
         self.excluded = merge_ranges(excluded)
 
     def without(self, ranges: Sequence[Range]) -> Samples:
-        """The same samples, with these ranges excluded too."""
+        """Returns these samples with further ranges excluded."""
         sources = dict(zip(self.names, self.rows, strict=True))
         return Samples(sources, self.seed, self.mixture, [*self.excluded, *ranges])
 
     def number(self, position: int) -> int:
-        """The sample number at a position of the stream."""
+        """Returns the sample number at a position of the stream."""
         return sample_number(position, self.excluded)
 
     def pick(self, sample: int) -> tuple[Rows, int]:
-        """The source of sample number `sample`, and which of its rows it is."""
+        """Returns the source and the row index of sample number `sample`."""
         source, number = self.mixture.locate(sample)
         rows = self.rows[source]
         epoch, index = divmod(number, rows.count)
@@ -104,7 +104,7 @@ class Samples:
         return rows, permute(index, rows.count, key)
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """The number of passes over each source in the first `samples` sample numbers."""
+        """Computes the passes over each source in the first `samples` sample numbers."""
         used = self.mixture.used(samples)
         passes = [number / rows.count for number, rows in zip(used, self.rows, strict=True)]
         return dict(zip(self.names, passes, strict=True))
@@ -113,7 +113,7 @@ class Samples:
 def build_samples(
     data: list[PreparedData], section: DataConfig, training: TrainingConfig, seed: int
 ) -> Samples:
-    """The training samples of these sources, which are those of the section."""
+    """Builds the order of the training samples; `sources` are the section's."""
     rows: dict[str, Rows] = {}
     for part in data:
         tokens = part.tokens("train")

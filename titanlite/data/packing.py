@@ -2,14 +2,14 @@
 
 What it is: a document of more than S + 1 tokens is first cut into full windows, which overlap by
 one token as those of `Windows` do, and a rest. Documents and rests are then placed by best-fit
-decreasing, the longest first, each into the row with the least room that is enough. What remains of
-a row is padding. A label never belongs to another document than its token, so padding and the ends
-of documents have none, and every other token of the text is a target once an epoch.
-Why it is here: cutting the text at every S tokens cuts most documents, and the model then sees the
-rest of a document without its beginning.
-What it costs: at each start, 0.4 CPU seconds for 2.5 million documents, since documents of equal
-length are placed together; nothing is stored. In memory 12 bytes per document, 16 more per document
-longer than a row, and 8 per row.
+decreasing: the longest first, each into the fullest row that has room for it. What remains of a
+row is padding. A label always belongs to the document of its token, so padding and the last tokens
+of documents have no label, and every other token of the text is a target once an epoch.
+Why it is here: cutting the text every S tokens cuts most documents, and the model then sees parts
+of documents without their beginnings.
+What it costs: at each start, 0.4 CPU seconds for 2.5 million documents (documents of equal length
+are placed together); nothing is stored on disk. In memory 12 bytes per document, 16 more per
+document longer than a row, and 8 per row.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ logger = logging.getLogger("titanlite")
 
 
 class PackedRows:
-    """The rows of a text: first the full windows of long documents, then those that are packed."""
+    """The rows of a text: first the full windows of long documents, then the packed rows."""
 
     def __init__(self, tokens: Tokens, seq_len: int, description: str) -> None:
-        """`description`: of the text, for messages.
+        """`description` names the text in messages.
 
         Logs the shares of padding and of cut documents. Raises ConfigError if the text has no
         target.
@@ -48,7 +48,7 @@ class PackedRows:
 
         # Pieces: short documents, and the rests of long ones
         piece_lengths = lengths - windows * seq_len
-        with_target = np.flatnonzero(piece_lengths > 1)  # a single token has none
+        with_target = np.flatnonzero(piece_lengths > 1)  # a single token has no target
         piece_starts = (starts + windows * seq_len)[with_target]
         self._pack(piece_starts, piece_lengths[with_target])
         if not self.count:
@@ -72,11 +72,11 @@ class PackedRows:
         by_row = np.argsort(rows, kind="stable")
         self.starts = starts[by_row]
         self.lengths = lengths[by_row]
-        self.ends = np.cumsum(np.bincount(rows))  # of each row's part of `starts` and `lengths`
+        self.ends = np.cumsum(np.bincount(rows))  # end of each row's pieces in `starts`
         self.count = self.num_windows + len(self.ends)
 
     def fill(self, index: int, ids: Array, ignored: Array, document_mask: bool) -> Array:
-        """As `Rows.fill`. Returns where the pieces after the first, and the padding, start."""
+        """Fills a row (see `Rows.fill`); returns where later pieces and the padding start."""
         ignored[:] = True
         offset = 0
         starts = []
@@ -89,11 +89,11 @@ class PackedRows:
                 assert targets is not None
                 np.logical_not(targets, out=ignored[labels])
             offset += length
-            starts.append(offset)  # of the next document, or of the padding
+            starts.append(offset)  # the next document or the padding starts here
         return np.array(starts)
 
     def _pieces(self, index: int) -> list[tuple[int, int]]:
-        """(first token in the text, number of tokens) of what a row contains."""
+        """Lists the pieces of a row as (first token in the text, number of tokens)."""
         if index < self.num_windows:
             document = int(np.searchsorted(self.window_ends, index, "right"))
             earlier = int(self.window_ends[document - 1]) if document else 0
@@ -106,14 +106,14 @@ class PackedRows:
 
 
 class _Rooms:
-    """Rows with room left, by how much room they have."""
+    """The rows that have room left, grouped by their room."""
 
     def __init__(self, capacity: int) -> None:
         self.rows: list[list[Array]] = [[] for _ in range(capacity + 1)]
         self.present = 0  # bit r: there are rows with room r
 
     def smallest(self, length: int) -> int:
-        """The least room that is enough for a piece; 0 if no row has enough."""
+        """Returns the smallest room that fits a piece; 0 if no row has enough."""
         enough = self.present >> length
         if not enough:
             return 0
@@ -137,18 +137,18 @@ class _Rooms:
 
 
 def best_fit(lengths: Array, capacity: int) -> Array:
-    """The row of each piece, by best-fit decreasing.
+    """Assigns each piece to a row, by best-fit decreasing.
 
-    Lengths are from 1 to `capacity`, which is that of a row. Pieces of one length are placed
-    together: of the rows with the least room that is enough, each takes as many as fit. That is
-    what placing one after the other would do.
+    Lengths are from 1 to `capacity`, the capacity of a row. Pieces of one length are placed
+    together: each of the fullest rows that have room takes as many as fit. The result is the same
+    as if they were placed one by one.
     """
     rows = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")
     counts = np.bincount(lengths, minlength=capacity + 1)
     rooms = _Rooms(capacity)
     num_rows = 0
-    placed = 0  # pieces, in `order`
+    placed = 0  # how many pieces of `order` are placed
     for length in np.flatnonzero(counts)[::-1].tolist():
         end = placed + int(counts[length])
         while placed < end:
@@ -156,8 +156,8 @@ def best_fit(lengths: Array, capacity: int) -> Array:
             is_new = room == 0
             if is_new:  # no row has enough room: begin new ones
                 room = capacity
-            each = room // length  # pieces that fit into a row
-            needed = -(-(end - placed) // each)  # rows
+            each = room // length  # pieces per row
+            needed = -(-(end - placed) // each)  # rows for the rest of this length
             if is_new:
                 chosen = np.arange(num_rows, num_rows + needed)
                 num_rows += needed

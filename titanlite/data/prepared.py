@@ -26,7 +26,7 @@ TEXT_DEFAULTS = {"pattern": "**/*", "field": "text", "validation": ""}
 def is_prepared(folder: Path) -> bool:
     """Whether a path is a prepared folder, perhaps a damaged one.
 
-    It is one if it has a manifest and at least one shard.
+    A prepared folder has a manifest and at least one shard.
     """
     with contextlib.suppress(OSError):
         shards = (*folder.glob("train-*.bin"), *folder.glob("validation-*.bin"))
@@ -35,10 +35,10 @@ def is_prepared(folder: Path) -> bool:
 
 
 def open_prepared(section: DataConfig) -> Path | None:
-    """The folder of a section with a single source (`DataConfig.parts`); None if that is text.
+    """Returns a single source's folder if it is prepared (see `DataConfig.parts`); None for text.
 
-    Verifies what has changed in it. Raises ConfigError for damaged files, or for settings of text,
-    which have no effect.
+    Verifies the files that have changed. Raises ConfigError for damaged files, and for settings of
+    text, which would have no effect.
     """
     (source,) = section.all_sources()
     if not source.path or not is_prepared(Path(source.path)):
@@ -50,7 +50,7 @@ def open_prepared(section: DataConfig) -> Path | None:
 
 
 def refuse_text_settings(section: DataConfig) -> None:
-    """Raises ConfigError for settings of text, where the source is a prepared folder."""
+    """Raises ConfigError for settings of text if the source is a prepared folder."""
     (source,) = section.all_sources()
     prefix = f"data.sources: {source.name}: " if source.name else "data."
     for name, default in TEXT_DEFAULTS.items():
@@ -65,9 +65,9 @@ def refuse_text_settings(section: DataConfig) -> None:
 def load_sources(
     section: DataConfig, folders: list[Path], tokenizer: Tokenizer
 ) -> list[PreparedData]:
-    """The data of each source, with its name and weight, in these folders.
+    """Opens the data of each source, with its name and weight, in these folders.
 
-    Raises what `PreparedData` does.
+    Raises ConfigError, as `PreparedData` does.
     """
     return [
         PreparedData(folder, tokenizer, source.name, source.weight)
@@ -85,8 +85,8 @@ class PreparedData:
     def __init__(
         self, folder: Path, tokenizer: Tokenizer, name: str = "", weight: float = 1.0
     ) -> None:
-        """`name`: "" is the manifest's. Raises ConfigError if it names another tokenizer, or if the
-        folder has pairs of answers.
+        """`name`: "" stands for the manifest's name. Raises ConfigError if the folder was prepared
+        with another tokenizer, or has pairs of answers.
         """
         self.folder = folder
         self.tokenizer = tokenizer
@@ -108,12 +108,12 @@ class PreparedData:
             )
 
     def tokens(self, split: str) -> Tokens:
-        """The tokens of `train` or `validation`."""
+        """Opens the tokens of `train` or `validation`."""
         return Tokens(self.folder, self.manifest, split)
 
 
 def fingerprint_of(data: list[PreparedData]) -> str:
-    """The fingerprint of all sources together; that of a single one is its own."""
+    """Combines the fingerprints of all sources; a single source keeps its own."""
     fingerprints = [part.fingerprint for part in data]
     if len(fingerprints) == 1:
         return fingerprints[0]
@@ -121,9 +121,9 @@ def fingerprint_of(data: list[PreparedData]) -> str:
 
 
 def description(data: list[PreparedData]) -> bytes:
-    """The file data.json of a checkpoint.
+    """Builds data.json of a checkpoint.
 
-    A source's manifest; of several sources also their names and weights.
+    It has the manifest of the source; for several sources, also their names and weights.
     """
     if len(data) == 1:
         return (data[0].folder / "manifest.json").read_bytes()

@@ -1,4 +1,4 @@
-"""The manifest of a prepared folder: read and checked, field by field.
+"""The manifest of a prepared folder: reads it and checks every field.
 
 What it is: `manifest.json` lists the shards of both splits with their sizes and hashes, the
 tokenizer (its hash and size), the type of the ids, and the source. It is read here once per node,
@@ -17,22 +17,22 @@ import numpy as np
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 
-FORMAT = 2  # of a prepared folder
+FORMAT = 2  # the version of prepared folders
 AGAIN = "delete the folder to prepare the data again"
-MANIFEST_BYTES = 1 << 26  # the most that is read
+MANIFEST_BYTES = 1 << 26  # a longer manifest is an error
 SHA256 = re.compile("[0-9a-f]{64}")
 FILE_NAME = re.compile(r"(train|validation)-\d{5,9}(\.starts|\.mask)?\.bin")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest unsigned type that can store every id."""
+    """Returns the smallest unsigned type that can store every id."""
     return np.dtype("<u2" if vocab_size <= 65_536 else "<u4")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a prepared folder.
+    """Reads and checks the manifest of a prepared folder.
 
-    Raises ConfigError if it cannot be read or a field is not what it must be.
+    Raises ConfigError if it cannot be read or a field is invalid.
     """
     path = folder / "manifest.json"
     try:
@@ -56,9 +56,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _invalid_field(manifest: dict[str, Any]) -> str:
-    """The first field that is not what `prepare` writes.
+    """Names the first field that `prepare` cannot have written.
 
-    Raises KeyError and the like if one is absent.
+    Raises KeyError and the like if a field is absent.
     """
     if manifest["format"] != FORMAT:
         return f"format {manifest['format']!r}, expected {FORMAT}"
@@ -99,7 +99,7 @@ def _invalid_field(manifest: dict[str, Any]) -> str:
 def _counts(
     manifest: dict[str, Any], splits: list[dict[str, Any]], shards: list[dict[str, Any]]
 ) -> list[object]:
-    """All fields that count something."""
+    """Lists all fields that are counts."""
     counts = [manifest["bytes"], manifest["files"], manifest["tokenizer"]["size"]]
     for entry in (*splits, *shards):
         counts += [entry["tokens"], entry["documents"]]
@@ -108,13 +108,13 @@ def _counts(
 
 
 def _hashes(manifest: dict[str, Any], files: list[dict[str, Any]]) -> list[str]:
-    """All fields that are a SHA-256."""
+    """Lists all fields that are a SHA-256."""
     hashes = [manifest["fingerprint"], manifest["tokenizer"]["sha256"]]
     return hashes + [entry["sha256"] for entry in files]
 
 
 def _has_total(split: dict[str, Any], name: str) -> bool:
-    """Whether the number of tokens or documents of a split is that of its shards together."""
+    """Whether a split's number of tokens or documents is the sum over its shards."""
     return bool(split[name] == sum(shard[name] for shard in split["shards"]))
 
 

@@ -27,8 +27,7 @@ class Batch(NamedTuple):
     """tokens and labels (B, S), int64; labels[b, s] is the token after tokens[b, s], or IGNORED.
 
     positions (B, S), int64, only with `data.document_mask`: the position of each token in its
-    document, or in the part of it that the row has. They are 0 at each start of a document and of a
-    row.
+    document, or in the part of it that the row has. It is 0 where a document or the row starts.
     dropout_keys (B, S), int64, only for training with `lora.dropout`: a hash of seed, sample and
     place in the row, on which the token's masks depend.
     """
@@ -39,7 +38,7 @@ class Batch(NamedTuple):
     dropout_keys: Tensor | None = None
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """The batch with each of its tensors replaced by the function's result."""
+        """Returns the batch with the function applied to each tensor."""
         batch = Batch(function(self.tokens), function(self.labels))
         if self.positions is not None:
             batch = batch._replace(positions=function(self.positions))
@@ -49,7 +48,7 @@ class Batch(NamedTuple):
 
 
 def count_targets(batches: list[Batch]) -> Tensor:
-    """The number of labels that are not IGNORED in all these batches: a scalar, int64."""
+    """Counts the labels that are not IGNORED in all these batches: a scalar, int64."""
     counts = [(batch.labels != IGNORED).sum() for batch in batches]
     return torch.stack(counts).sum()
 
@@ -59,26 +58,26 @@ class Rows(Protocol):
 
     @property
     def count(self) -> int:
-        """The number of rows, which is that of an epoch."""
+        """The number of rows; an epoch reads each of them once."""
 
     def fill(self, index: int, ids: Array, ignored: Array, document_mask: bool) -> Array | None:
-        """Writes row `index` to ids (S + 1,), and to ignored (S,) which labels are no targets.
+        """Writes row `index` to ids (S + 1,), and to ignored (S,) which labels are not targets.
 
-        `ignored` is all False at first. With `document_mask`, returns where in the row documents
-        start.
+        `ignored` is all False at the call. With `document_mask`, returns the indices in the row
+        at which documents start.
         """
 
 
 class Windows:
-    """Documents one after the other, cut into windows of S + 1 tokens.
+    """Windows of S + 1 tokens, cut from documents that follow one another.
 
     Neighbouring windows overlap by one token: the last label of one is the first input of the next.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, description: str) -> None:
-        """`description`: of the text, for messages, such as "training text of books".
+        """`description` names the text in messages, as in "training text of books".
 
-        Raises ConfigError if it is shorter than one window.
+        Raises ConfigError if the text is shorter than one window.
         """
         self.tokens = tokens
         self.seq_len = seq_len
@@ -88,7 +87,7 @@ class Windows:
         self.masked = tokens.targets(0, 1) is not None  # the same for all windows
 
     def fill(self, index: int, ids: Array, ignored: Array, document_mask: bool) -> Array | None:
-        """Writes window `index`, as `Rows.fill` says."""
+        """Writes window `index`: see `Rows.fill`."""
         start = index * self.seq_len
         ids[:] = self.tokens.read(start, self.seq_len + 1)
         if self.masked:
@@ -103,7 +102,7 @@ class Windows:
 
 
 def _too_short(num_tokens: int, seq_len: int, description: str) -> str:
-    """The message about a text of too few tokens for one window."""
+    """Writes the message about a text with too few tokens for one window."""
     remedies = ["more text in data.path"]
     if num_tokens > 2:
         remedies.insert(0, f"up to {num_tokens - 1}")
@@ -116,9 +115,9 @@ def _too_short(num_tokens: int, seq_len: int, description: str) -> str:
 
 
 def document_positions(starts: Array, seq_len: int) -> Array:
-    """(S,): the position of each token in its document, where documents start at sorted `starts`.
+    """Computes the position of each token in its document, (S,), from sorted `starts` of documents.
 
-    Position 0 is also that of the first token; starts from S on are left out.
+    The first token has position 0 too; starts from S on are ignored.
     """
     origins = np.zeros(seq_len, np.int64)
     inside = starts[starts < seq_len]
@@ -130,7 +129,7 @@ def document_positions(starts: Array, seq_len: int) -> Array:
 def read_batch(
     picks: Sequence[tuple[Rows, int] | None], seq_len: int, document_mask: bool
 ) -> Batch:
-    """These rows; None gives a row without targets, so that every process gets a batch."""
+    """Reads these rows; None gives a row without targets, so that every process gets a batch."""
     size = len(picks)  # B
     ids = np.zeros((size, seq_len + 1), dtype=np.int64)
     ignored = np.zeros((size, seq_len), dtype=bool)
@@ -153,9 +152,9 @@ def read_batch(
 
 
 def validation_rows(tokens: Tokens, seq_len: int, description: str) -> Windows | PackedRows:
-    """The windows of a validation text; of one that is shorter than a window, a row with padding.
+    """Cuts a validation text into windows; a text shorter than a window gives one padded row.
 
-    Raises ConfigError if it has less than two tokens.
+    Raises ConfigError if the text has less than two tokens.
     """
     if 2 <= len(tokens) <= seq_len:
         return PackedRows(tokens, seq_len, description)

@@ -21,16 +21,16 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 Array: TypeAlias = np.ndarray[Any, Any]
-START = np.dtype("<u8")  # of a document: the index of its first token in the shard
+START = np.dtype("<u8")  # the type of a document's start: an index into its shard's tokens
 
 
 class Part(NamedTuple):
     """The part of a range of positions that lies in one shard."""
 
     shard: int
-    begin: int  # index in the shard of the first token
-    end: int  # index in the shard after the last token
-    first: int  # index in the range of the first token
+    begin: int  # index of its first token in the shard
+    end: int  # index after its last token in the shard
+    first: int  # index of its first token in the range
 
     @property
     def in_range(self) -> slice:
@@ -44,7 +44,7 @@ class Tokens:
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], split: str) -> None:
-        """Manifest and files must have been verified (`verification.py`)."""
+        """The manifest and the files must have been verified (`verification.py`)."""
         entry = manifest["splits"][split]
         self.documents: int = entry["documents"]
         self._folder = folder
@@ -74,9 +74,9 @@ class Tokens:
 
     @functools.cached_property
     def _masks(self) -> list[Array | None]:
-        """Of each shard the bits of its tokens; None: all are 1.
+        """One bit per token, for each shard; None: all bits are 1.
 
-        Eight bits are in a byte, the first in the highest.
+        A byte has eight bits; the first token has the highest.
         """
         masks: list[Array | None] = []
         for shard in self._entries:
@@ -87,7 +87,7 @@ class Tokens:
         return masks
 
     def _parts(self, start: int, end: int) -> Iterator[Part]:
-        """The parts of positions start to end - 1 in the shards."""
+        """Yields the parts of positions start to end - 1 that lie in each shard."""
         shard = bisect.bisect_right(self._ends, start)
         position = start
         while position < end:
@@ -98,16 +98,16 @@ class Tokens:
             position = stop
 
     def read(self, start: int, count: int) -> Array:
-        """Ids start, ..., start + count - 1 as int64: (count,)."""
+        """Reads ids start, ..., start + count - 1 as int64: (count,)."""
         out = np.empty(count, dtype=np.int64)
         for part in self._parts(start, start + count):
             out[part.in_range] = self._ids[part.shard][part.begin : part.end]
         return out
 
     def targets(self, start: int, count: int) -> Array | None:
-        """Which of these tokens may be targets of the loss: (count,) bool.
+        """Reads which of these tokens may be targets of the loss: (count,) bool.
 
-        None if every token of the split may.
+        Returns None if every token of the split may.
         """
         if not any(shard["mask"] for shard in self._entries):
             return None
@@ -122,11 +122,11 @@ class Tokens:
         return out
 
     def document_starts(self, start: int, end: int) -> Array:
-        """The positions in [start, end) at which a document starts, sorted: int64."""
+        """Finds the positions in [start, end) at which a document starts, sorted: int64."""
         positions = [np.empty(0, np.int64)]
         for part in self._parts(start, min(end, len(self))):
             starts = self._starts[part.shard]
-            # Another type than START would convert the whole map
+            # The values must have the type START: otherwise numpy would convert the whole map
             low, high = np.searchsorted(starts, np.array([part.begin, part.end], START))
             shard_start = start + part.first - part.begin
             positions.append(starts[low:high].astype(np.int64) + shard_start)

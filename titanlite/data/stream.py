@@ -25,7 +25,7 @@ from titanlite.runtime.phases import Phase, mark_phase
 
 
 class DataRanks(Protocol):
-    """What the stream reads of the `Mesh`: the data-parallel ranks, which share every batch."""
+    """The attributes of `Mesh` that the stream reads. The data-parallel ranks share every batch."""
 
     @property
     def data_rank(self) -> int: ...
@@ -35,7 +35,7 @@ class DataRanks(Protocol):
 
 
 class TrainStream:
-    """Batches of one data-parallel rank.
+    """The batches of one data-parallel rank.
 
     Stateful: the state is the number of samples that all ranks have used.
     """
@@ -48,7 +48,7 @@ class TrainStream:
         document_mask: bool,
         dropout: bool = False,
     ) -> None:
-        """`dropout`: its batches have keys for the masks."""
+        """`dropout`: whether batches have keys for dropout masks."""
         self.order = samples
         self.training = training
         self.document_mask = document_mask
@@ -56,13 +56,13 @@ class TrainStream:
         self.data_rank = mesh.data_rank
         self.data_size = mesh.data_size
 
-        self.samples = 0  # used by all ranks; excluded ones are not counted
+        self.samples = 0  # samples used by all ranks, without excluded ones
         self.begun = 0  # `samples` before the current step
-        self.step_tokens = 0  # of all ranks in the last step
-        self.seconds = 0.0  # in `next_step` since they were last logged
+        self.step_tokens = 0  # tokens of all ranks in the last step
+        self.seconds = 0.0  # time in `next_step` since the last log
 
     def next_step(self) -> list[Batch]:
-        """This rank's local batches of the next optimizer step: (local_batch_size, S) each."""
+        """Reads this rank's local batches of the next step: (local_batch_size, S) each."""
         mark_phase(Phase.READ_DATA)
         started = time.perf_counter()
         size = self.training.local_batch_size
@@ -71,7 +71,7 @@ class TrainStream:
         self.samples = self.samples_after(1)
         self.step_tokens = (self.samples - self.begun) * seq_len
 
-        # Each local batch of the step goes to the next rank: 0, 1, ..., data_size - 1, 0, ...
+        # Local batches are dealt to the ranks in turn: 0, 1, ..., data_size - 1, 0, ...
         first = self.begun + self.data_rank * size
         batches = []
         for start in range(first, self.samples, size * self.data_size):
@@ -87,28 +87,28 @@ class TrainStream:
 
     @property
     def step_samples(self) -> range:
-        """From the first to the last sample number of the current step, of all ranks."""
+        """The sample numbers of the current step, from the first to the last of all ranks."""
         first = self.order.number(self.begun)
         last = self.order.number(self.samples - 1)
         return range(first, last + 1)
 
     def samples_after(self, steps: int) -> int:
-        """The number of samples that all ranks will have used after so many more steps."""
+        """Returns the number of samples that all ranks will have used `steps` steps from now."""
         return samples_after(self.training, self.samples, steps)
 
     def take_seconds(self) -> float:
-        """Seconds spent in `next_step` since the last call."""
+        """Returns the seconds spent in `next_step` since the last call, and resets them."""
         seconds = self.seconds
         self.seconds = 0.0
         return seconds
 
     def exclude(self, ranges: Sequence[Range]) -> None:
-        """Leaves these sample numbers out too, from the current position on."""
+        """Skips these sample numbers too, from the current position on."""
         self.order = self.order.without(ranges)
 
     @property
     def epochs(self) -> dict[str, float]:
-        """The number of passes over each source so far."""
+        """Computes the number of passes over each source so far."""
         return self.order.epochs(self.order.number(self.samples))
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -122,10 +122,10 @@ class TrainStream:
 def validation_batches(
     windows: Windows | PackedRows, samples: int, stream: TrainStream
 ) -> Iterator[Batch]:
-    """The first `samples` windows (0: all) of a shuffled order that is always the same.
+    """Yields the first `samples` windows (0: all) of a fixed shuffled order, as batches.
 
-    They are divided over the ranks as the stream is. Every rank gets the same number of batches;
-    the last ones may contain rows without targets.
+    Ranks share them as they share the stream. Every rank gets the same number of batches; the last
+    ones may contain rows without targets.
     """
     count = windows.count
     if samples:
@@ -133,7 +133,7 @@ def validation_batches(
     size = stream.training.local_batch_size
     for start in range(0, count, size * stream.data_size):
         first = start + stream.data_rank * size
-        # Beyond the last window rows stay None, so that all ranks run equally many collectives
+        # Rows after the last window stay None, so that all ranks run the same number of collectives
         picks: list[tuple[Rows, int] | None] = [None] * size
         for b, i in enumerate(range(first, min(first + size, count))):
             picks[b] = (windows, permute(i, windows.count, 0))

@@ -1,9 +1,9 @@
 """Copies batches to the device while it computes.
 
 What it is: on CUDA, copies from pinned memory on a separate stream; on the CPU nothing is copied.
-Why it is here: the host waits for no copy, and a batch is copied while the device computes with the
-one before.
-What it costs: one batch of token ids more in device memory.
+Why it is here: the host waits for no copy, and each batch is copied while the device computes with
+the previous one.
+What it costs: one more batch of token ids in device memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from titanlite.data.rows import Batch
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device.
+    """Copies a tensor to the device.
 
     On CUDA it is copied from pinned memory, so the host does not wait.
     """
@@ -28,7 +28,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def prefetch(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches on the device; on CUDA the next is copied while it computes with this one.
+    """Yields batches on the device; on CUDA the next is copied while it computes with this one.
 
     Copies run on a separate stream, and the computation waits only for its own batch. The first
     batch of a step is copied while the device still computes the step before, unless that step was
@@ -54,7 +54,7 @@ def prefetch(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
         computing.wait_stream(copies)
         for tensor in current:
             if tensor is not None:
-                # Its memory belongs to the stream of the copies: do not reuse it too soon
+                # The copy stream allocated it, and must not reuse it before the computation ends
                 tensor.record_stream(computing)
         following = start_copy(next(remaining, None))
         yield current

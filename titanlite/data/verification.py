@@ -3,8 +3,8 @@
 What it is: a pass over all files at the first start after they were made or changed. Their sizes,
 modification times and hashes are then written to `verified.json` beside them; later starts read
 only these.
-What it costs: about a second per GB and core, once for each version of a file; at each start if the
-folder cannot be written.
+What it costs: about a second per GB and core, once for each version of a file, or at each start if
+the folder is read-only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Expected(NamedTuple):
 
 
 def expected_files(manifest: dict[str, Any]) -> dict[str, Expected]:
-    """File name -> what the manifest says about it, for all files of both splits."""
+    """Maps each file of both splits to what the manifest says about it."""
     files = {}
     vocabulary = manifest["tokenizer"]["size"]
     for split in ("train", "validation"):
@@ -61,7 +61,7 @@ def expected_files(manifest: dict[str, Any]) -> dict[str, Expected]:
 
 
 def unverified(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """The files whose present version has not been verified.
+    """Lists the files whose present version has not been verified.
 
     Raises ConfigError for a missing file or a wrong size.
     """
@@ -76,7 +76,7 @@ def unverified(folder: Path, manifest: dict[str, Any]) -> list[str]:
 
 
 def _versions_on_disk(folder: Path, manifest: dict[str, Any]) -> dict[str, list[Any]]:
-    """File -> [its expected SHA-256, limit of its items, bytes, time of modification in ns]."""
+    """Maps each file to [expected SHA-256, limit of its items, bytes, modification time in ns]."""
     versions = {}
     problems = []
     for name, expected in expected_files(manifest).items():
@@ -99,9 +99,9 @@ def _versions_on_disk(folder: Path, manifest: dict[str, Any]) -> dict[str, list[
 
 
 def verify_changed(folder: Path) -> None:
-    """Verifies what has changed in a prepared folder since it was verified.
+    """Verifies the files of a prepared folder that have changed since they were verified.
 
-    Of several processes that start together one does it; the others wait, and find nothing to do.
+    If several processes start together, one verifies; the others wait, and find nothing to do.
     Raises ConfigError with what is damaged.
     """
     manifest = read_manifest(folder)
@@ -110,15 +110,15 @@ def verify_changed(folder: Path) -> None:
     with (folder / "manifest.json").open() as lock:
         with contextlib.suppress(OSError):  # without locks, each process verifies it
             fcntl.flock(lock, fcntl.LOCK_EX)
-        names = unverified(folder, manifest)  # again: another process may have done it meanwhile
+        names = unverified(folder, manifest)  # another process may have verified them
         if names:
             verify(folder, manifest, names)
 
 
 def verify(folder: Path, manifest: dict[str, Any], names: list[str]) -> None:
-    """Reads these files.
+    """Reads and verifies these files.
 
-    Raises ConfigError with those that are not as the manifest says, and the offset.
+    Raises ConfigError with those that contradict the manifest, and the offset.
     """
     files = expected_files(manifest)
     dtype = token_dtype(manifest["tokenizer"]["size"])
@@ -136,16 +136,16 @@ def verify(folder: Path, manifest: dict[str, Any], names: list[str]) -> None:
             problems = [message for message in threads.map(problem, names) if message]
             if problems:
                 raise ConfigError(problems)
-    with contextlib.suppress(OSError):  # a folder that cannot be written is verified at each start
+    with contextlib.suppress(OSError):  # a read-only folder is verified at each start
         replace_file(folder / RECORD, json.dumps(versions).encode())
 
 
 def _problem(
     path: Path, expected: Expected, dtype: np.dtype[Any], progress: Callable[[int], object]
 ) -> str:
-    """What is wrong with a file, "" if nothing is.
+    """Describes what is wrong with a file; "" if nothing is.
 
-    An item out of bounds explains more than a wrong hash does.
+    An item out of bounds is reported first, because it explains more than a wrong hash.
     """
     digest = hashlib.sha256()
     offset = 0
@@ -170,7 +170,7 @@ def _problem(
 
 
 def _wrong_id(ids: Array, size: int, offset: int) -> str:
-    """The first id beyond the vocabulary; "" if there is none. `offset`: of the first, in bytes."""
+    """Describes the first id beyond the vocabulary; "" if none. `offset`: byte of `ids[0]`."""
     if int(ids.max()) < size:
         return ""
     first = int(np.argmax(ids >= size))
@@ -182,13 +182,13 @@ def _wrong_id(ids: Array, size: int, offset: int) -> str:
 
 
 def _wrong_start(starts: Array, last: int, expected: Expected, offset: int) -> str:
-    """The first start of a document that is not after the one before, or is beyond the shard.
+    """Describes the first document start that does not ascend, or is beyond the shard; "" if none.
 
     `last`: the start before these, -1 for none.
     """
     if expected.first and last < 0 and starts[0] != 0:
         return f"the first document starts at token {starts[0]}, expected 0"
-    # Whatever is in the file, int64 has room for the limit
+    # A damaged file may have any uint64; the limit fits in int64
     values = np.minimum(starts, expected.limit).astype(np.int64)
     bad = (np.diff(values, prepend=last) <= 0) | (values == expected.limit)
     if not bad.any():

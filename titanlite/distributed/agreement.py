@@ -1,13 +1,13 @@
-"""Agreement: small values exchanged between all ranks, so that all of them take the same branch.
+"""Agreement: all ranks exchange small values, so that all of them take the same branch.
 
-What it is: `gather` gives every rank the values of all, `broadcast` that of rank 0, and the other
-functions decide from these. So all ranks reach the same decision: an error on one rank is raised on
-all, and no rank waits for one that has exited. All ranks call each function together.
-How it is made: values are sent as JSON, in messages with a tag and a time-out of their own. A
-collective takes its time-out from its group, and here data may be prepared for a day, while a rank
-that hangs in a step is to be missed after minutes. Object collectives, which pickle, would be safe
-too, because the ranks of a run trust each other: torch.distributed.checkpoint uses them in a save
-and a load, for values that are small.
+What it is: `gather` gives every rank the values of all ranks, `broadcast` gives it rank 0's, and
+the other functions decide from these. So all ranks reach the same decision: an error on one rank is
+raised on all, and no rank waits for one that has exited. All ranks call each function together.
+How it is made: values are sent as JSON, in messages with their own tag and time-out. A collective
+takes its time-out from its group, but here preparing data may take a day, while a rank that hangs
+in a step must be noticed after minutes. Object collectives, which pickle, would be safe too,
+because the ranks of a run trust each other: torch.distributed.checkpoint uses them for small values
+in a save and a load.
 What it costs: two messages (length and content) from each rank to rank 0, and two to each rank
 along a tree, of CPU tensors over gloo. Used while a run starts, loads and saves, never by the
 training thread within a step. For `bitwise_or`, which is called after each step, see there.
@@ -30,7 +30,7 @@ from titanlite.runtime.errors import ConfigError, StorageError
 
 T = TypeVar("T")
 
-# Errors of the system whose cause is the path that the user has chosen
+# System errors caused by the path that the user has chosen
 PATH_ERRORS = (
     errno.EISDIR,
     errno.ENOTDIR,
@@ -40,14 +40,14 @@ PATH_ERRORS = (
     errno.ENOENT,
     errno.ENAMETOOLONG,
 )
-# Number of ranks from which `bitwise_or` sends messages instead of calling all_reduce. Without
-# network delays the ring is faster below, and at 32 both take equally long; with delays, messages
+# From this number of ranks on, `bitwise_or` sends messages instead of calling all_reduce. Without
+# network delays all_reduce is faster below 32 ranks, and equally fast at 32; with delays, messages
 # are faster (benchmarks/agreement.py).
 MANY = 32
 
 
 class Channel(NamedTuple):
-    """The tag of messages, and how long a rank waits for each; 0: as long as the process group.
+    """The tag of messages, and the time-out for each; 0: that of the process group.
 
     Only one thread of a process may use a channel at a time.
     """
@@ -68,13 +68,13 @@ def is_alone() -> bool:
 
 
 def gather(value: object, channel: Channel = TRAINING) -> list[Any]:
-    """The JSON value of every rank, in the order of ranks."""
+    """Gathers the JSON value of every rank, in the order of ranks."""
     return list(broadcast(gather_on_rank0(value, channel), channel))
 
 
 def gather_on_rank0(value: object, channel: Channel = TRAINING) -> list[Any]:
-    """The JSON values of all ranks on rank 0, which receives them in turn; an empty list on the
-    others.
+    """Gathers the JSON values of all ranks on rank 0, which receives them in turn; returns an empty
+    list on the others.
     """
     if is_alone():
         return [value]
@@ -88,7 +88,7 @@ def gather_on_rank0(value: object, channel: Channel = TRAINING) -> list[Any]:
 
 
 def broadcast(value: object, channel: Channel = TRAINING) -> Any:
-    """Rank 0's JSON value. Along a tree: the ranks that have it double with each round."""
+    """Sends rank 0's JSON value to all along a tree: each round doubles the ranks that have it."""
     if is_alone():
         return value
     rank = dist.get_rank()
@@ -107,7 +107,7 @@ def broadcast(value: object, channel: Channel = TRAINING) -> Any:
 
 
 def bitwise_or(bits: int) -> int:
-    """The bits that any rank has.
+    """Combines the bits of all ranks by or.
 
     gloo passes an all-reduce around the ring of ranks, twice: little work, but 2 (N - 1) messages
     one after another. From MANY ranks on, in round i each rank sends its bits to rank + 2^i (mod
@@ -124,7 +124,7 @@ def bitwise_or(bits: int) -> int:
     distance = 1
     while distance < world_size:
         received = torch.zeros_like(combined)
-        # Both at once: each rank sends to one and receives from another
+        # Start both: each rank sends to one rank and receives from another
         receiving = _receiving(received, (rank - distance) % world_size, BITS)
         _sending(combined, (rank + distance) % world_size, BITS).wait()
         receiving.wait()
@@ -167,7 +167,7 @@ def _decode(content: Tensor) -> Any:
 
 
 def read_message(content: bytes) -> Any:
-    """The JSON value that another rank has sent. Raises ConfigError if it is not JSON.
+    """Parses the JSON value that another rank has sent. Raises ConfigError if it is not JSON.
 
     The network is trusted, but another version of titanlite or other software may answer at the
     address.
@@ -181,7 +181,7 @@ def read_message(content: bytes) -> Any:
         ) from None
 
 
-# How bad the outcome on a rank is, as `on_all_ranks` sends it
+# Outcomes on a rank, from best to worst, as `on_all_ranks` sends them
 GOOD = 0
 EXPECTED_ERROR = 1
 CONFIG_ERROR = 2
@@ -193,8 +193,8 @@ def on_all_ranks(
     channel: Channel = TRAINING,
     expected: type[ConfigError] = ConfigError,
 ) -> T:
-    """What `work` returns on this rank. If it raises on any rank, all raise, with the problems of
-    all.
+    """Returns what `work` returns on this rank. If it raises on any rank, all ranks raise, with the
+    problems of all.
 
     The exception is `expected` if all errors are of that type, ConfigError if all are ConfigErrors,
     otherwise the original error on the ranks where one was raised, and RuntimeError on the others.
@@ -222,7 +222,7 @@ def on_all_ranks(
         return done
     if other_error is not None:
         raise other_error
-    worst_problems: list[str] = []  # each once
+    worst_problems: list[str] = []  # without repetitions
     for outcome, problems in outcomes:
         if outcome == worst:
             worst_problems += [text for text in problems if text not in worst_problems]
@@ -234,11 +234,11 @@ def on_all_ranks(
 
 
 def broadcast_from_rank0(find: Callable[[], Any]) -> Any:
-    """The JSON value that `find` returns on rank 0. Raises ConfigError on all ranks if `find` does.
+    """Returns on all ranks what `find` returns on rank 0, as JSON; raises its ConfigError on all.
 
-    An OSError of `find` is raised on all ranks too: as ConfigError if the path is the cause, for
-    example because it is a folder or may not be written, otherwise as StorageError.
-    On a network file system some nodes see a new folder later than others, so rank 0 looks for all.
+    An OSError of `find` is raised on all ranks too: as ConfigError if the path is the cause (for
+    example, it is a folder or may not be written), otherwise as StorageError.
+    Only rank 0 looks, because on a network file system some nodes see a new folder later.
     """
     value: Any = None
     problems: list[str] = []

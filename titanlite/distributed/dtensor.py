@@ -1,7 +1,7 @@
-"""What this process holds of a DTensor, and sums of squares over tensors that are sharded.
+"""The local parts of DTensors, and sums of squares over sharded tensors.
 
-What it is: the local tensor, the number of ranks that hold the same one, and from both a sum of
-squares that is correct in every layout. A tensor that n ranks hold (replicas; norms under tensor
+What it is: the local tensor, the number of ranks that hold the same one, and a sum of squares that
+is correct in every layout. A tensor that n ranks hold (replicas; norms under tensor
 parallelism; a tied embedding under pipeline parallelism) counts 1/n on each of them, so one
 all-reduce over all ranks gives the sum for the whole tensors.
 What it costs: each tensor is read once.
@@ -23,20 +23,20 @@ ROW = 1024
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor, without a copy; another tensor itself."""
+    """Returns the local tensor of a DTensor, without a copy; a plain tensor as it is."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return tensor
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """The local tensor of a parameter's gradient, which must exist."""
+    """Returns the local tensor of a parameter's gradient, which must exist."""
     assert parameter.grad is not None
     return local_part(parameter.grad)
 
 
 def num_holders(parameter: Tensor) -> int:
-    """How many ranks hold the same shard of a parameter."""
+    """Counts the ranks that hold the same shard of a parameter."""
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh
@@ -47,13 +47,13 @@ def num_holders(parameter: Tensor) -> int:
 def sum_of_squares(
     pairs: Iterable[tuple[Tensor, Tensor]], shared_params: Collection[Tensor], device: torch.device
 ) -> Tensor:
-    """This rank's part of a sum of squares, a scalar on `device`; the sum of the parts of all ranks
-    is that of the whole tensors.
+    """Computes this rank's part of a sum of squares, a scalar on `device`. Summed over all ranks,
+    the parts give the sum of squares of the whole tensors.
 
-    `pairs`: a parameter, and a tensor that is sharded as it is. `shared_params`: parameters that
-    two pipeline stages hold.
+    `pairs`: a parameter, and a tensor with the same sharding. `shared_params`: parameters that two
+    pipeline stages hold.
     """
-    # Tensors with the same number of holders are summed together: few kernels on a GPU
+    # Tensors with the same number of holders are summed together, for few kernels on a GPU
     by_holders: dict[int, list[Tensor]] = {}
     for parameter, tensor in pairs:
         holders = num_holders(parameter)
@@ -67,14 +67,14 @@ def sum_of_squares(
 
 
 def _square(tensors: list[Tensor]) -> Tensor:
-    """The sum of all squares, in float64 where the device has it; on GPUs in few kernels."""
+    """Sums all squares, in float64 where the device has it; on GPUs in few kernels."""
     device = tensors[0].device
     if device.type != "cpu":
         norms = foreach_norm(tensors, 2, dtype=sum_dtype(device))
         return torch.stack(norms).square().sum()
-    # fp32 sums within rows of ROW numbers, a float64 sum over rows: an error of 1e-9, without the
-    # float64 copy of the whole tensor that torch would make. Tensors that do not divide into rows
-    # are copied; most are small.
+    # Rows of ROW numbers are summed in fp32, and the row sums in float64: the error is 1e-9, and no
+    # float64 copy of the whole tensor is made, as torch would do. Tensors whose size ROW does not
+    # divide are copied; most are small.
     row_norms = []
     for tensor in tensors:
         flat = tensor.flatten()

@@ -1,10 +1,10 @@
 """Hang diagnosis: which rank blocks the others.
 
 What it is: `Heartbeat`, the state that each process reports, and `diagnose`, which finds the
-blocking ranks. If the heartbeats of some ranks are missing, it is these: a frozen process sends
-none, and neither does a host that is down. Otherwise it is the ranks that have begun the fewest
-phases; if several have, those among them whose main thread is not inside a collective, where it
-would be waiting for other ranks.
+blocking ranks. Ranks without heartbeats are to blame first: a frozen process sends none, and
+neither does a host that is down. Otherwise it names the ranks that have begun the fewest phases,
+and among these the ones whose main thread is not inside a collective, where it would be waiting
+for other ranks.
 Why it is here: when one process stops, all others wait in a collective until it times out, and each
 error message then names a different neighbour.
 Limit: with a GPU the host runs ahead, so the rank that has begun the fewest phases may itself wait
@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 SILENT = 3.0  # seconds: a process without a heartbeat for longer may be frozen
 PACKAGE = Path(__file__).resolve().parents[1]
-TIMED = "titanlite.observe.waits"  # its frame is around each wait, within that of the caller
-# Modules that wait for other ranks; `wait` of a message adds no frame of torch
+TIMED = "titanlite.observe.waits"  # its frame lies between the caller and each wait
+# Modules that wait for other ranks. `wait` of a message has no frame of torch
 WAITING = (
     TIMED,
     "torch.distributed",
@@ -47,15 +47,15 @@ class Heartbeat:
     rank: int
     host: str
     pid: int
-    clock: float = 0.0  # the sender's; differs from heartbeat to heartbeat
-    progress: int = 0  # phases begun
+    clock: float = 0.0  # the sender's clock, which differs between heartbeats
+    progress: int = 0  # number of phases begun
     phase: str = '"preparing the data"'
     limit: float = math.inf  # how long the phase may stand still
     key: str = ""  # the config key of the limit
     still: float = 0.0  # how long it has stood still
     waiting: int = IN_PYTHON  # where the main thread stands still
     place: str = ""  # file:line in this repository, once it stands still
-    silent: bool = False  # set by the reader
+    silent: bool = False  # set by the reader: no heartbeat has arrived for SILENT
     # Rank 0's `Diagnosis`, for all ranks to follow
     diagnosis: dict[str, Any] = field(default_factory=dict)
 
@@ -67,23 +67,23 @@ class Heartbeat:
         return name
 
     def aged(self, age: float, reader: Heartbeat) -> Heartbeat:
-        """This heartbeat, `age` seconds after the reader received it."""
+        """Returns this heartbeat as it counts `age` seconds after the reader received it."""
         if age <= SILENT:
             return self
-        # No limit for preparing is none for being silent
+        # Preparing has no limit, but silence always has the reader's
         shorter = min(self, reader, key=lambda beat: beat.limit)
         return replace(self, silent=True, still=age, limit=shorter.limit, key=shorter.key)
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why the run ends, and which ranks are frozen."""
+    """The reason why the run ends, and the frozen ranks."""
 
     message: str
     frozen: list[int]
 
     def speaker(self, node: range) -> int:
-        """The rank that prints the message on a node: the first that is not frozen."""
+        """Returns the rank that prints the message on a node: the first that is not frozen."""
         return next((rank for rank in node if rank not in self.frozen), node[0])
 
 
@@ -96,11 +96,11 @@ def diagnose(heartbeats: list[Heartbeat], own: Heartbeat, folder: Path) -> Diagn
     blocking: list[Heartbeat] = []
     silent = [beat for beat in heartbeats if beat.silent]
     if silent:
-        # If not, this rank makes progress: only the store's connection is broken
+        # Otherwise this rank makes progress, and only the connection to the store is broken
         if own.still > own.limit - SILENT:
             blocking = [beat for beat in silent if beat.still > beat.limit]
     elif own.rank == 0:
-        # The fewest phases begun, and among these not waiting for other ranks
+        # The fewest phases begun; among equals, those that do not wait for other ranks
         last = min((beat.progress, beat.waiting) for beat in heartbeats)
         candidates = [beat for beat in heartbeats if (beat.progress, beat.waiting) == last]
         if all(beat.still > beat.limit for beat in candidates):
@@ -122,7 +122,7 @@ def diagnose(heartbeats: list[Heartbeat], own: Heartbeat, folder: Path) -> Diagn
 
 
 class Location(NamedTuple):
-    """Where a thread is."""
+    """The place where a thread is."""
 
     waiting: int  # IN_PYTHON, IN_TORCH or FOR_RANKS
     place: str  # file:line of the innermost frame in this repository
@@ -130,7 +130,7 @@ class Location(NamedTuple):
 
 
 def locate(frame: FrameType) -> Location:
-    """Where a thread is, from its innermost frame."""
+    """Finds where a thread is, from its innermost frame."""
     modules = []
     place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     for current, line in traceback.walk_stack(frame):
@@ -150,12 +150,12 @@ def locate(frame: FrameType) -> Location:
     return Location(waiting, place, debugged)
 
 
-EXAMPLE = Heartbeat(0, "", 0)  # whose fields have the types of all
+EXAMPLE = Heartbeat(0, "", 0)  # for the types of fields
 
 
 def read_heartbeat(content: bytes) -> Heartbeat | None:
-    """A heartbeat from the store; None if a field is absent or of another type, as if none had
-    arrived.
+    """Parses a heartbeat from the store; None, as if none had arrived, if a field is absent or of
+    another type.
 
     Another version of titanlite or other software may write to the store. An invalid heartbeat must
     not end the thread that watches for hangs.

@@ -1,8 +1,8 @@
 """The device mesh: all ranks as a grid, one axis for each kind of parallelism.
 
 What it is: five named axes, outermost first. Inner axes communicate most, so they map to
-neighbouring ranks, which share a node. An unused axis has size 1: sums over it and shards along it
-are the whole, so most code that uses an axis does not ask whether it is used.
+neighbouring ranks, which share a node. An unused axis has size 1: a sum over it changes nothing and
+a shard along it is the whole tensor, so most code need not ask whether an axis is used.
 
     axis          differs between its ranks          equal on all its ranks
     pp            the layers held                    the batch
@@ -29,31 +29,31 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.distributed.torch_private import set_group_timeout
 
-DATA_AXES = ("dp_replicate", "dp_shard")  # ranks along these read different sequences
-# Ranks along these hold different parts of the loss
+DATA_AXES = ("dp_replicate", "dp_shard")  # ranks along these axes read different sequences
+# Ranks along these axes hold different parts of the loss
 LOSS_AXES = ("pp", "dp_replicate", "dp_shard", "cp")
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of long sums on a device: float64, which Apple's GPUs do not have."""
+    """Returns the dtype of long sums: float64, except on Apple's GPUs, which lack it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 class Mesh:
-    """The grid of ranks. `mesh["tp"]` and `mesh["dp_replicate", "dp_shard_cp"]` are submeshes with
-    this rank.
+    """The grid of ranks. `mesh["tp"]` and `mesh["dp_replicate", "dp_shard_cp"]` are the submeshes
+    that contain this rank.
 
     It has two DeviceMeshes over the same ranks, one with dp_shard_cp and one with dp_shard and cp:
     FSDP2 and tensor parallel need one mesh that has both their axes, and a DeviceMesh has no public
-    way to join two of its axes (torch 2.11 to 2.13). So pp, dp_replicate and tp have two process
-    groups each, of which one is used.
+    way to join two of its axes (torch 2.11 to 2.13). So pp, dp_replicate and tp each have two
+    process groups, and only one of the two is used.
     """
 
     def __init__(self, device_type: str, degrees: Mapping[str, int], timeout_seconds: int) -> None:
         """`degrees`: axis -> size, outermost first; their product is the world size."""
         self.device_type = device_type
         self.degrees = dict(degrees)
-        # torch has no mesh for it: it is for one process
+        # torch has no mesh for mps, which runs one process only
         device_type = "cpu" if device_type == "mps" else device_type
         sizes = {"pp": degrees["pp"], "dp_replicate": degrees["dp_replicate"]}
         sizes |= {"dp_shard_cp": degrees["dp_shard"] * degrees["cp"], "tp": degrees["tp"]}
@@ -63,7 +63,7 @@ class Mesh:
         )
         for group in (*self._weights.get_all_groups(), *self._tokens.get_all_groups()):
             set_group_timeout(group, timeout_seconds)
-        # Cached: indexing a DeviceMesh creates a new object
+        # A cache, because indexing a DeviceMesh creates a new object
         self._lines: dict[str | tuple[str, ...], DeviceMesh] = {}
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
@@ -89,10 +89,10 @@ class Mesh:
         )
 
     def axes_of_groups(self) -> dict[str, tuple[str, int]]:
-        """The name of each process group -> its axis and its number of ranks.
+        """Maps the name of each process group to its axis and its number of ranks.
 
-        The group of all ranks, which every axis of that size has, is `world`. Weights are sharded
-        over dp_shard_cp, which is called dp_shard where cp is not used.
+        An axis that spans all ranks has the group `world`. Weights are sharded over dp_shard_cp,
+        which is called dp_shard if cp is not used.
         """
         axes: dict[str, tuple[str, int]] = {}
         for mesh in (self._weights, self._tokens):
@@ -105,11 +105,11 @@ class Mesh:
         return axes
 
     def sum_counts(self, count: Tensor) -> Tensor:
-        """The sum, in place, of a count that each data parallel rank has for its own sequences."""
+        """Sums, in place, a count that each data parallel rank has for its own sequences."""
         return self._sum(count, DATA_AXES)
 
     def sum_losses(self, loss: Tensor) -> Tensor:
-        """The sum, in place, of the parts of a loss.
+        """Sums, in place, the parts of a loss.
 
         Ranks without the output layer contribute zero.
         """
@@ -117,7 +117,7 @@ class Mesh:
 
     @torch.no_grad()
     def _sum(self, value: Tensor, axes: tuple[str, ...]) -> Tensor:
-        """One all-reduce for each of the axes that has more than one rank."""
+        """Makes one all-reduce for each axis that has more than one rank."""
         for axis in axes:
             if self[axis].size() > 1:
                 dist.all_reduce(value, group=self[axis].get_group())

@@ -1,9 +1,8 @@
-"""Which network interface leads to the other nodes.
+"""Finds the network interface that leads to the other nodes.
 
-What it is: the interface that has the address from which this machine would send to `MASTER_ADDR`.
-Why it is here: gloo takes the address of this machine's own name, unless an interface is set. On
-Debian and others that is 127.0.1.1, and no other node can connect. NCCL chooses among all
-interfaces by itself.
+What it is: the interface whose address is the source address for packets to `MASTER_ADDR`.
+Why it is here: unless an interface is set, gloo resolves this machine's host name. On Debian and
+others that gives 127.0.1.1, to which no other node can connect. NCCL chooses an interface itself.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import ipaddress
 import socket
 from pathlib import Path
 
-SIOCGIFADDR = 0x8915  # of Linux's sockios.h: the address of an interface
+SIOCGIFADDR = 0x8915  # from Linux's sockios.h: gets the address of an interface
 
 
 def interface_towards(address: str) -> str:
-    """The network interface that has the address from which this machine reaches another; "" if it
-    is not found.
+    """Finds the network interface whose address this machine uses to reach another; "" if there is
+    none.
     """
     try:
         family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing
+            probe.connect(target)  # only selects a route; sends nothing
             local_address = probe.getsockname()[0].partition("%")[0]  # without a zone
     except OSError:
         return ""
@@ -36,7 +35,7 @@ def interface_towards(address: str) -> str:
 
 
 def _addresses(interface: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """The IPv4 address of an interface and its IPv6 addresses (Linux); none elsewhere."""
+    """Lists the IPv4 address of an interface and its IPv6 addresses (Linux); empty elsewhere."""
     addresses: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         answer = fcntl.ioctl(asker, SIOCGIFADDR, interface.encode().ljust(40, b"\0"))

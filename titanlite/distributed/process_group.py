@@ -32,24 +32,25 @@ from titanlite.runtime.errors import EXIT_STOPPED, LAUNCHED
 
 _host_group: dist.ProcessGroup | None = None  # see `host_group`
 _checkpoint_group: dist.ProcessGroup | None = None  # see `checkpoint_group`
-# To prepare data, to save and to load takes some ranks much longer than others: the watchdog
-# detects hangs, not this
+# The time-out of groups whose ranks arrive at very different times (preparing data, saving,
+# loading). Hangs are detected by the watchdog
 PATIENCE = timedelta(days=1)
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """The one gloo group of all ranks for CPU tensors.
+    """Returns the gloo group of all ranks for CPU tensors; None stands for the default group.
 
-    None stands for the default group, which it is on the CPU. On CUDA the default group has NCCL
-    only. If it had gloo too, every axis of a mesh would get a gloo group with a socket for each
-    pair of its ranks, because `split_group` splits all backends (torch 2.11 and 2.13).
+    On the CPU it is the default group. On CUDA the default group has NCCL only: if it had gloo too,
+    every axis of a mesh would get a gloo group with a socket for each pair of its ranks, because
+    `split_group` splits all backends (torch 2.11 and 2.13).
     """
     return _host_group
 
 
 def checkpoint_group() -> dist.ProcessGroup | None:
-    """The gloo group of all ranks for torch.distributed.checkpoint, whose messages come from the
-    saving thread while those of training go through other groups; None: the default group.
+    """Returns the gloo group of all ranks for torch.distributed.checkpoint; None: the default one.
+
+    It is a separate group because the saving thread sends messages while training does.
     """
     return _checkpoint_group
 
@@ -57,10 +58,10 @@ def checkpoint_group() -> dist.ProcessGroup | None:
 def start(run: RunConfig, comm: CommConfig, debug: DebugConfig) -> torch.device:
     """Joins the process group (NCCL on CUDA, gloo on CPU) and returns this process's device.
 
-    The launcher or torchrun define rank and world size in the environment; otherwise the world size
-    is 1. A process group that is already initialised (see `join`) is kept. Every process gets the
-    same seed: processes read different data, but draw the same random numbers. Raises JoinError if
-    other nodes are missing.
+    The launcher or torchrun defines rank and world size in the environment; without them the world
+    size is 1. A process group that is already initialised (see `join`) is kept. Every process gets
+    the same seed: processes read different data, but draw the same random numbers. Raises JoinError
+    if other nodes are missing.
     """
     if debug.deterministic:
         use_deterministic_operators()
@@ -75,8 +76,8 @@ def start(run: RunConfig, comm: CommConfig, debug: DebugConfig) -> torch.device:
 
 
 def _raise_limit_of_open_files() -> None:
-    """Rank 0's store and the gloo groups need descriptors for each rank, and the usual soft limit
-    is 1,024.
+    """Raises the limit of open files: rank 0's store and the gloo groups need descriptors for each
+    rank, and the usual soft limit is 1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = hard
@@ -87,7 +88,7 @@ def _raise_limit_of_open_files() -> None:
 
 
 def _join_world(device: torch.device, timeout_seconds: int) -> None:
-    """Joins the processes that the environment names, none without a launcher."""
+    """Joins the processes that the environment names; without a launcher, this one is alone."""
     if "RANK" not in os.environ:
         use_loopback()
         join(device, timeout_seconds, 0, 1, dist.HashStore())
@@ -112,12 +113,12 @@ def join(
 ) -> None:
     """Joins the process group through `store`; None: as torchrun's environment says.
 
-    Training, `titanlite verify` and the tests join by this function. On CUDA messages between hosts
-    get a gloo group of their own; on every device those of checkpoints do. A group has a socket for
-    each other rank.
+    Training, `titanlite verify` and the tests join by this function. It also makes gloo groups: on
+    CUDA one for CPU tensors, and on every device one for checkpoints. A group has a socket for each
+    other rank.
     """
     global _host_group, _checkpoint_group
-    # Record collectives for the watchdog's report
+    # Let torch record collectives, for the watchdog's report
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     timeout = timedelta(seconds=timeout_seconds)
     options: dict[str, Any] = {"timeout": timeout}
@@ -130,13 +131,13 @@ def join(
     else:
         dist.init_process_group("gloo", **options)
         _host_group = None
-    # Ranks that cannot connect are missed soon
+    # A short time-out here, so that ranks that cannot connect are noticed
     _checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
     set_group_timeout(_checkpoint_group, PATIENCE.total_seconds())
 
 
 def use_loopback() -> None:
-    """Makes gloo and NCCL listen on the loopback interface only, unless the user has chosen another
+    """Makes gloo and NCCL listen on the loopback interface only, unless the user has chosen an
     interface.
     """
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

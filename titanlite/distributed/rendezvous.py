@@ -17,10 +17,10 @@ JOIN = timedelta(minutes=15)  # how long the nodes wait for each other
 
 
 def meet(rank: int, world_size: int) -> dist.Store:
-    """The store that rank 0 serves, once all ranks have joined it. Raises JoinError after `JOIN`.
+    """Returns the store of rank 0 once all ranks have joined it. Raises JoinError after `JOIN`.
 
-    By default a TCPStore listens on all interfaces; rank 0 passes it the socket that the launcher
-    has bound.
+    Rank 0 passes the socket that the launcher has bound, because a TCPStore would otherwise listen
+    on all interfaces.
     """
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
@@ -31,7 +31,7 @@ def meet(rank: int, world_size: int) -> dist.Store:
         store = dist.TCPStore(
             address, port, world_size, rank == 0, JOIN, True, master_listen_fd=listener
         )
-        if rank == 0:  # all have joined: the constructor has waited for them
+        if rank == 0:  # the constructor has waited for all ranks
             store.set("titanlite/joined", "")
         store.wait(["titanlite/joined"], JOIN)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The run's folder: locked by one run at a time, and the same folder on all nodes.
+"""The run's folder: only one run may hold it, and all nodes must see the same folder.
 
 What it is: a lock file that rank 0 holds while it trains. It contains a random token, which every
 other rank must read.
@@ -27,24 +27,24 @@ class RunFolder:
     """The folder of a run, locked as long as this object lives."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Makes the folder and locks it. All ranks call it together.
+        """Creates the folder and locks it. All ranks call it together.
 
         Raises ConfigError on all ranks if the folder cannot be written, another run holds its lock,
         or a rank sees another folder under the same path (checkpoints need one that all nodes
         share).
         """
         self.path = Path(config.folder, config.name)
-        self._lock: TextIO | None = None  # on rank 0
+        self._lock: TextIO | None = None  # held by rank 0
         token = broadcast_from_rank0(self._lock_with_token)
         require_agreement(folder=_read_token(self.path / ".lock", token))
 
     def _lock_with_token(self) -> str:
-        """On rank 0: locks the folder, and writes a new token into the lock file."""
+        """Locks the folder and writes a new token into the lock file. Runs on rank 0."""
         token = secrets.token_hex(8)
         try:
             make_folder(self.path)
             file = lock(self.path / ".lock")
-            os.ftruncate(file.fileno(), 0)  # repeated by Python if a signal interrupts it
+            os.ftruncate(file.fileno(), 0)  # Python repeats the call if a signal interrupts it
             file.write(token)
             file.flush()
         except BlockingIOError:
@@ -61,12 +61,12 @@ class RunFolder:
         return token
 
     def write(self, name: str, text: str) -> None:
-        """Rank 0 writes a file of the folder; an error is raised on all ranks."""
+        """Writes a file of the folder on rank 0; raises an error on all ranks."""
         broadcast_from_rank0(lambda: replace_file(self.path / name, text.encode()))
 
 
 def lock(path: Path) -> TextIO:
-    """Locks a file, which it creates if necessary, as long as the returned object lives.
+    """Creates a file if necessary, and locks it for as long as the returned object lives.
 
     Raises BlockingIOError.
     """
@@ -83,7 +83,7 @@ def lock(path: Path) -> TextIO:
 
 
 def _read_token(path: Path, expected: str) -> str:
-    """The file's content. A network file system gets ten seconds to show the expected one."""
+    """Reads the file; gives a network file system ten seconds to show the expected content."""
     content = ""
     deadline = time.monotonic() + 10
     while content != expected and time.monotonic() < deadline:

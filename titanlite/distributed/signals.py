@@ -1,7 +1,7 @@
 """Signals and requests: collects local stop and save requests, and combines them after each step.
 
-What it is: a signal, the file SAVE or PROFILE, a clock or an error reaches a single process first.
-Combined, they make all processes take the same branch of the loop after the same step.
+What it is: a signal, the file SAVE or PROFILE, a clock or an error reaches one process first. The
+combined requests make all processes take the same branch of the loop after the same step.
     SIGTERM, SIGINT, SIGUSR1    save and exit with code 75; a second signal, at least a second
                                 later, exits at once
     the launcher has exited     the same, because nothing would receive this run's exit code
@@ -25,7 +25,7 @@ from titanlite.distributed.agreement import bitwise_or
 from titanlite.runtime.errors import LAUNCHED
 
 logger = logging.getLogger("titanlite")
-# Seconds between two looks for a file: network file systems are slow
+# Seconds between two checks for a file: network file systems are slow
 LOOK_EVERY = 1.0
 
 
@@ -41,7 +41,7 @@ class Agreed(NamedTuple):
 class RequestFile:
     """A request by a file (`touch outputs/debug/SAVE`), which rank 0 removes when it sees it.
 
-    Once seen, it stays a request until it is fulfilled: a step may be rolled back in between.
+    The request stays pending until it is fulfilled: a step may be rolled back in between.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,9 +50,9 @@ class RequestFile:
         self.looked_at = time.monotonic()
 
     def is_pending(self) -> bool:
-        """Whether the file was seen and not fulfilled yet.
+        """Whether the file was seen and the request is not fulfilled yet.
 
-        Looks at most every LOOK_EVERY seconds.
+        Checks for the file at most every LOOK_EVERY seconds.
         """
         now = time.monotonic()
         if dist.get_rank() == 0 and now >= self.looked_at + LOOK_EVERY:
@@ -70,11 +70,11 @@ class Requests:
     """Collects the requests of this process and combines them with those of all others."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: of the run, in which the files SAVE and PROFILE may appear."""
+        """`folder`: the run's folder, in which the files SAVE and PROFILE may appear."""
         self.stop = False  # agreed by all processes; never reset
         self.save_file = RequestFile(folder / "SAVE")
         self.profile_file = RequestFile(folder / "PROFILE")
-        self.signalled = 0.0  # when this process was
+        self.signalled = 0.0  # time of the first signal to this process
         self._launcher: int | None = None  # the process that must be alive
         if "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHED in os.environ:
             self._launcher = os.getppid()
@@ -83,9 +83,9 @@ class Requests:
             self._former_handlers[number] = signal.signal(number, self.handle)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        # No message from here, as the signal may have interrupted a print. A scheduler signals
-        # every process of a job, and the launcher forwards the signal as well, so a signal within a
-        # second is the same request.
+        # Print nothing here: the signal may have interrupted a print. A scheduler signals every
+        # process of a job, and the launcher forwards the signal as well, so another signal within
+        # a second is the same request.
         now = time.monotonic()
         if not self.signalled:
             self.signalled = now
@@ -96,25 +96,25 @@ class Requests:
     def restore(self) -> None:
         """Restores the previous signal handlers."""
         for number, handler in self._former_handlers.items():
-            if handler is not None:  # None: it was not set from Python, which cannot restore it
+            if handler is not None:  # None: not set from Python, so Python cannot restore it
                 signal.signal(number, handler)
 
     def agree(self, save: bool = False, trouble: bool = False) -> Agreed:
-        """The requests of all processes after a step, which all call this together.
+        """Combines the requests of all processes after a step; all call it together.
 
-        `save`, `trouble`: what this process asks for or reports itself. The request of a file is
-        repeated after each step until `saved` or `profiled` is called.
+        `save`, `trouble`: this process's own request and report. The request of a file is repeated
+        after each step until `saved` or `profiled` is called.
         """
         save_file = self.save_file.is_pending()
         profile_file = self.profile_file.is_pending()
         return self._combine(save or save_file, trouble, profile_file)
 
     def saved(self) -> None:
-        """A save has begun, as requested."""
+        """Call it when a save has begun: fulfils the request."""
         self.save_file.fulfilled()
 
     def profiled(self) -> None:
-        """A recording has begun, as requested, or cannot begin."""
+        """Call it when a recording has begun, or cannot begin: fulfils the request."""
         self.profile_file.fulfilled()
 
     def agree_to_stop(self) -> bool:

@@ -3,8 +3,8 @@
 What it is: thin functions over names that begin with an underscore or live in a module that does.
 Each says why there is no public way, what it was checked on, and the upstream issue where there is
 one. Nothing else in the package touches such names; a test imports each of them.
-Why it is here: a private name may change with any release of torch. Then this is the file to read
-and to mend.
+Why it is here: a private name may change with any release of torch. Then only this file has to be
+changed.
 
 "Checked" names the torch releases whose test run covered the use: 2.11, 2.13 and 2.15 on CPU.
 """
@@ -20,13 +20,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-import torch.distributed.tensor  # registers the operators below
-import torch.nn.attention.flex_attention  # the same
+import torch.distributed.tensor  # registers the operators used below
+import torch.nn.attention.flex_attention  # registers its operators
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed import ProcessGroup, Store
 
-# The result of a functional collective that has not ended
+# AsyncCollectiveTensor: the result of a functional collective that is still in flight
 from torch.distributed._functional_collectives import (
     AsyncCollectiveTensor as AsyncCollectiveTensor,
 )
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Shape: TypeAlias = Sequence[int]
 
-# Operators on lists of tensors, one kernel for many. torch.foreach is to make them public
+# Operators on lists of tensors, one kernel for many. torch.foreach will make them public
 # (pytorch#193607).
 # Checked: 2.11, 2.13, 2.15.
 foreach_add_ = torch._foreach_add_
@@ -62,7 +62,7 @@ scaled_mm = torch._scaled_mm
 record_memory_history = torch.cuda.memory._record_memory_history
 dump_memory_history = torch.cuda.memory._dump_snapshot
 
-# Operators that tensor and context parallel run, by the names that a checkpoint policy sees.
+# Operators of tensor and context parallel, by the names that a checkpoint policy sees.
 # Functional collectives have no public module. Checked: 2.11, 2.13, 2.15.
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
@@ -78,15 +78,15 @@ FUSED_ATTENTION = (
 
 
 def call_kernel(operator: OpOverload, *args: object) -> Any:
-    """An operator's kernel for all devices.
+    """Calls an operator's kernel for all devices.
 
-    By `torch.library.get_kernel` it keeps the GIL. Checked: 2.11, 2.13.
+    Called through the public `torch.library.get_kernel` it would keep the GIL. Checked: 2.11, 2.13.
     """
     return operator._op_dk(torch.DispatchKey.CompositeExplicitAutograd, *args)
 
 
 def attention_backend(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> int:
-    """The `SDPBackend` that causal attention would take (not reported otherwise).
+    """Returns the `SDPBackend` that causal attention would use; no public function reports it.
 
     Checked: 2.11, 2.13, 2.15.
     """
@@ -112,11 +112,11 @@ def set_group_timeout(group: ProcessGroup, seconds: float) -> None:
 
 
 def clone_default_store() -> Store:
-    """A second connection to the store through which the process group was joined (no public
+    """Opens a second connection to the store through which the process group was joined (no public
     access: pytorch#151960).
 
-    A clone, because a client blocks while torch itself waits in it for seconds. Checked: 2.11,
-    2.13, 2.15.
+    A second one, because torch itself waits in the first for seconds, which blocks other requests.
+    Checked: 2.11, 2.13, 2.15.
     """
     store: Any = _get_default_store()  # the type stub lacks `clone`
     clone: Store = store.clone()
@@ -124,11 +124,11 @@ def clone_default_store() -> Store:
 
 
 def flight_recorder() -> str:
-    """The last collectives of this process as JSON, where torch records them; a sentence where it
-    does not.
+    """Returns the last collectives of this process as JSON, or a sentence if torch does not record
+    them.
 
-    Under the first name in NCCL builds, under the second in gloo's of 2.13 and later. Checked:
-    2.13, 2.15.
+    The first name exists in NCCL builds, the second in gloo builds of 2.13 and later.
+    Checked: 2.13, 2.15.
     """
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(torch._C._distributed_c10d, name, None)
@@ -138,16 +138,16 @@ def flight_recorder() -> str:
 
 
 def set_activation_memory_budget(budget: float) -> None:
-    """Sets the part of the activations' memory that graphs compiled from here on may keep; 1 keeps
+    """Sets the share of the activations' memory that graphs compiled from now on may keep; 1 keeps
     all.
 
-    `torch.autograd.graph.region_activation_memory_budget` is to make it public (pytorch#185979).
+    `torch.autograd.graph.region_activation_memory_budget` will make it public (pytorch#185979).
     Under tensor parallel a graph has meshes among its inputs, whose size the partitioner must count
     as zero. Checked: 2.11, 2.13, 2.15.
     """
     import torch._functorch.config
 
-    if budget < 1 and torch.__version__ < "2.13":  # compared as versions
+    if budget < 1 and torch.__version__ < "2.13":  # torch compares versions, not strings
         count_grouped_attention()
     functorch: Any = torch._functorch.config
     functorch.activation_memory_budget = budget
@@ -183,8 +183,8 @@ def count_grouped_attention() -> None:
 
     def backward(grad: Shape, q: Shape, k: Shape, v: Shape, *args: object, **rest: object) -> int:
         batch, heads, queries, width = q
-        # of width Dh: scores once more, the gradients of q and k; of the values' width: those of
-        # scores and v
+        # Three products of width Dh: the scores again, the gradients of q and of k. Two of the
+        # values' width: the gradients of the scores and of v
         return int(2 * batch * heads * queries * k[2] * (3 * width + 2 * v[3]))
 
     for kernel in ("flash", "efficient", "cudnn"):
@@ -202,8 +202,8 @@ OVERLAP_TENSOR_PARALLEL: dict[str, Any] = {"_micro_pipeline_tp": True}
 
 
 def use_symmetric_memory(group: ProcessGroup) -> None:
-    """Without this deprecated call the compiler does not overlap the communication of a group
-    (pytorch#193027).
+    """Enables symmetric memory for a group. Without this deprecated call the compiler does not
+    overlap the group's communication (pytorch#193027).
 
     Run on 2.11 and 2.13, on a GPU that computes nothing (tests/nullgpu).
     """
@@ -215,8 +215,8 @@ def use_symmetric_memory(group: ProcessGroup) -> None:
 
 
 def set_ring_rotation(method: str) -> None:
-    """How `context_parallel` moves keys and values: `alltoall` one step at a time, `allgather` all
-    at once (default).
+    """Sets how `context_parallel` moves keys and values: `alltoall` one step at a time, `allgather`
+    all at once (default).
 
     Experimental upstream (pytorch#142093). Imported on 2.11, 2.13 and 2.15; run on 2.11 and 2.13 on
     a GPU that computes nothing (tests/nullgpu).
@@ -227,10 +227,10 @@ def set_ring_rotation(method: str) -> None:
 
 
 def find_vector_instructions() -> None:
-    """Has inductor find out what the processor can do, which it then remembers. Checked: 2.13.
+    """Makes inductor detect the processor's vector instructions, and remember them. Checked: 2.13.
 
-    It compiles a library, and loads it in a process that it starts by `python -c`: the module is
-    not public.
+    Inductor compiles a library, and loads it in a process that it starts by `python -c`. The module
+    is not public.
     """
     # Imports inductor, which only a compiled run needs
     from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -239,7 +239,7 @@ def find_vector_instructions() -> None:
 
 
 def num_compiled_graphs() -> int:
-    """How many graphs torch.compile has made in this process. Checked: 2.11, 2.13, 2.15."""
+    """Counts the graphs that torch.compile has made in this process. Checked: 2.11, 2.13, 2.15."""
     import torch._dynamo
 
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -247,21 +247,21 @@ def num_compiled_graphs() -> int:
 
 @functools.cache
 def pipeline_stage_class() -> type[PipelineStage]:
-    """`PipelineStage` that works in every schedule, and never unpickles what another stage sends.
+    """Defines a `PipelineStage` that works in every schedule, and unpickles no messages of others.
 
-    torch's own fails where two neighbouring stages share a process, as where a V turns. In 2.11
+    torch's own fails if two neighbouring stages share a process, as at the turn of a V: (1) In 2.11
     stages exchange a first message with their neighbours, and gloo cannot send one to the process
-    itself; 2.13 no longer calls that method, and 2.15 no longer has it. In 2.11 to 2.15 `eval`,
+    itself; 2.13 no longer calls that method, and 2.15 no longer has it. (2) In 2.11 to 2.15 `eval`,
     which runs forwards only, still passes gradients to the neighbour.
 
     From 2.13 on stages vote, by messages in 2.13 and an all-reduce in 2.15, whether all were given
     the shapes of their inputs and outputs. If one says no, or its message is damaged, they send
-    each other pickled objects. Here all have the shapes (2.11 then unpickles nothing), so the vote
-    is held, for it connects the neighbours, and its outcome, which a schedule assigns to
-    `_inference_mode`, is not used.
+    each other pickled objects. Here all have the shapes (2.11 then unpickles nothing). The vote
+    still takes place, because it connects the neighbours, but its outcome, which a schedule assigns
+    to `_inference_mode`, is ignored.
 
-    A function, because the import of `torch.distributed.pipelining` takes half a second. Checked:
-    2.11, 2.13, 2.15.
+    It is a function because the import of `torch.distributed.pipelining` takes half a second.
+    Checked: 2.11, 2.13, 2.15.
     """
     from torch.distributed import P2POp
     from torch.distributed.pipelining import PipelineStage
@@ -298,8 +298,8 @@ def join_pretended_group(rank: int, world_size: int) -> None:
     torch.distributed.init_process_group(
         "fake", rank=rank, world_size=world_size, store=FakeStore()
     )
-    # In 2.13 a schedule reads the outcome of a vote of its stages, which `pipeline_stage_class`
-    # does not use; here no messages arrive that could carry one
+    # Skip the vote of the stages, whose outcome `pipeline_stage_class` ignores: here no message
+    # arrives that could carry it (2.13)
     from torch.distributed.pipelining import schedules
 
     schedules._PipelineSchedule._warmup_p2p = lambda *arguments: None  # type: ignore[method-assign]
@@ -307,8 +307,8 @@ def join_pretended_group(rank: int, world_size: int) -> None:
 
 @contextlib.contextmanager
 def pretended_tensors() -> Iterator[None]:
-    """Within it, tensors have shapes and dtypes, and no numbers or memory; tensors made outside can
-    be arguments. A number that is read from one is 1. Checked: 2.13.
+    """Makes tensors in this context have shapes and dtypes, but no numbers or memory; tensors made
+    outside can be arguments. A number that is read from one is 1. Checked: 2.13.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -325,8 +325,8 @@ def pretended_tensors() -> Iterator[None]:
 
 
 def hide_shape_inference() -> None:
-    """From here on, dispatch modes do not see the operators that a DTensor runs on whole pretended
-    tensors, once for each shape, to learn the shape of a result. Checked: 2.13.
+    """Hides from dispatch modes the operators that a DTensor runs on whole pretended tensors, once
+    for each shape, to learn the shape of a result. Checked: 2.13.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.utils._python_dispatch import _disable_current_modes
@@ -341,16 +341,16 @@ def hide_shape_inference() -> None:
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """By which a storage is known while it exists.
+    """Returns an address that identifies a storage while it exists.
 
-    A pretended one has no `data_ptr`. Checked: 2.13.
+    A pretended storage has no `data_ptr`. Checked: 2.13.
     """
     return storage._cdata
 
 
 def checkpoint_offset(tensor: Tensor) -> int:
-    """The byte of a file of `torch.save` where the storage of a tensor begins that `torch.load` has
-    made on the device meta.
+    """Returns the byte of a `torch.save` file at which a tensor's storage begins; `torch.load` must
+    have loaded the tensor on the meta device.
 
     torch's notes on serialization use this attribute of a storage (pytorch#134504), which has no
     public name. Read in 2.11 and 2.14. Checked: 2.13.
@@ -368,10 +368,10 @@ def returns_a_view(operator: OpOverload) -> bool:
 
 
 def group_name(argument: object) -> str:
-    """The name of the process group that an argument of an operator is; empty if it is none.
+    """Returns the name of the process group in an operator's argument; "" if it is not a group.
 
-    Operators of process groups are given the group, functional collectives its name, a number.
-    Checked: 2.13.
+    Operators of process groups get the group, functional collectives its name, a number. Checked:
+    2.13.
     """
     if isinstance(argument, torch.ScriptObject):
         if "ProcessGroup" not in argument._type().qualified_name():
@@ -383,21 +383,21 @@ def group_name(argument: object) -> str:
 
 
 def group_ranks(name: str) -> tuple[int, ...]:
-    """The ranks of the process group of this name, in its order.
+    """Lists the ranks of the process group of this name, in the group's order.
 
-    Only the search by name is not public. Checked: 2.13.
+    Only the search by name is private. Checked: 2.13.
     """
-    resolve: Any = torch.distributed.distributed_c10d._resolve_process_group  # of a `GroupName`
+    resolve: Any = torch.distributed.distributed_c10d._resolve_process_group  # takes a `GroupName`
     group = resolve(name)
     return tuple(torch.distributed.get_process_group_ranks(group))
 
 
-FSDP_METHODS = ("unshard", "post_backward")  # of `FSDPParamGroup`, that communicate
+FSDP_METHODS = ("unshard", "post_backward")  # methods of `FSDPParamGroup` that communicate
 
 
 def fsdp_parameters(frame: FrameType | None) -> tuple[str, ...]:
-    """The names of the parameters that FSDP gathers or reduces together in this frame or in one
-    that has called it; empty if FSDP is not among them. Checked: 2.13.
+    """Lists the parameters that FSDP gathers or reduces together in this frame or one of its
+    callers; empty if FSDP is not among them. Checked: 2.13.
     """
     while frame is not None:
         group: Any = None

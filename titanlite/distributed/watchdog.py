@@ -5,11 +5,10 @@ group was joined through, and reads those of others: rank 0 reads all, the other
 second watches the clock and calls `diagnose`. When that names a rank, every process writes its
 stacks into `<run folder>/hang/` and exits with 124. The launcher kills a frozen process two seconds
 later (torchrun, 30 seconds later).
-What does not count as standing still: a process that reads, writes, is held in a debugger, or
-computes. In phases that may wait for a GPU, CPU time does not count, because waiting takes CPU time
-too.
-If other ranks wait for it in a collective, that collective's own time-out ends the run, ten seconds
-after this one.
+A process that reads, writes, computes or is held in a debugger does not stand still. In phases that
+may wait for a GPU, CPU time is no sign of computing, because waiting takes CPU time too.
+If other ranks wait for such a process in a collective, that collective's own time-out ends the run,
+ten seconds after this one.
 What it costs: four small requests to the store per process and second.
 """
 
@@ -46,16 +45,16 @@ from titanlite.runtime.errors import EXIT_HUNG
 from titanlite.runtime.phases import Phase, add_listener, remove_listener
 
 KEY = "titanlite/heartbeat/"
-# Seconds between heartbeats, and between looks at the clock
+# Seconds between heartbeats, and between checks of the clock
 PERIOD = 0.5
 TICK = 0.25
 
 
 class Work(NamedTuple):
-    """What this process has done so far."""
+    """The work of this process so far."""
 
     cpu_seconds: float
-    num_bytes: int  # read and written through files (Linux)
+    num_bytes: int  # bytes read from and written to files (Linux)
 
 
 def work_done() -> Work:
@@ -63,13 +62,13 @@ def work_done() -> Work:
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/io").read_text().splitlines()
         counts = dict(line.split(": ") for line in lines)
-    # rchar and wchar count calls of read and write, read_bytes what a memory map reads from disk
+    # rchar and wchar count calls of read and write; read_bytes counts what memory maps read
     num_bytes = sum(int(counts.get(name, 0)) for name in ("rchar", "wchar", "read_bytes"))
     return Work(time.process_time(), num_bytes)
 
 
 class HasStep(Protocol):
-    """What the watchdog needs of the progress of a run."""
+    """The attribute of a run's progress that the watchdog reads."""
 
     step: int
 
@@ -88,14 +87,14 @@ class Watchdog:
         device: torch.device,
         compiling_steps: Container[int] = (),
     ) -> None:
-        """`folder`: of the run; `progress` has the current step. In `compiling_steps`, as in the
-        first step of this process, the longer time-out holds.
+        """`folder`: the run's folder; `progress` has the current step. In `compiling_steps`, as in
+        the first step of this process, the longer time-out holds.
         """
         self.config = config
         self.compiling_steps = compiling_steps
         self.folder = folder / "hang"
         self.progress = progress
-        # Where the model computes on the CPU, CPU time means progress
+        # If the model computes on the CPU, CPU time means progress
         self.computes_on_host = device.type == "cpu"
         self._on_host = self.computes_on_host
         self.rank = dist.get_rank()
@@ -124,7 +123,7 @@ class Watchdog:
         add_listener(self.phase_begins)
 
     def phase_begins(self, phase: Phase) -> None:
-        """Called by `mark_phase`.
+        """Records the start of a phase; `mark_phase` calls it.
 
         The first step of a process compiles and connects, and has the longer time-out too; so has
         a step with a batch of another size, for which blocks are compiled again.
@@ -151,16 +150,16 @@ class Watchdog:
         )
 
     def close(self) -> None:
-        """The loop is over on all ranks: what follows has no time-out."""
+        """Ends the watch after the loop; what follows has no time-out. All ranks call it."""
         remove_listener(self.phase_begins)
-        dist.barrier()  # still watched: a rank that hangs on its way to this line is named
+        dist.barrier()  # still watched, so a rank that hangs before this line is named
         self._closed.set()
         for thread in self._threads:
             thread.join(2 * PERIOD)
         dist.barrier()  # keeps the store alive until every rank's final heartbeat
 
     def _exchange(self) -> None:
-        """Thread: writes this process's heartbeats and reads the others'."""
+        """Runs as a thread: writes this process's heartbeats and reads the others'."""
         while not self._closed.wait(PERIOD):
             try:
                 self._store.set(KEY + str(self.rank), json.dumps(asdict(self.own)))
@@ -181,13 +180,13 @@ class Watchdog:
                     self._heard[rank] = (beat, self._clock)
 
     def _watch(self) -> None:
-        """Thread: looks at the clock until the loop is over or a rank hangs."""
+        """Runs as a thread: checks the clock until the loop is over or a rank hangs."""
         last = time.monotonic()
         while not self._closed.wait(TICK):
             passed = time.monotonic() - last
             last = time.monotonic()
-            # More than a second has passed if this process was stopped, perhaps with all others:
-            # that is no hang.
+            # If more than a second has passed, this process was suspended, perhaps with all
+            # others. That is not a hang.
             self._clock += min(passed, 1.0)
             self._look_at_self(passed)
             diagnosis = self._diagnosis()
@@ -202,7 +201,7 @@ class Watchdog:
         # 0.1 s of CPU time or 1 MB per second is work
         computes = self._on_host and self._work.cpu_seconds - before.cpu_seconds > 0.1 * passed
         most_idle_bytes = 1_000_000
-        if self.rank == 0:  # the store may run in this process: it moves bytes for every rank
+        if self.rank == 0:  # rank 0 may serve the store, which moves bytes for every rank
             most_idle_bytes += 10_000 * self.world_size
         reads_or_writes = self._work.num_bytes - before.num_bytes > most_idle_bytes * passed
         location = Location(IN_PYTHON, "", False)
@@ -220,11 +219,11 @@ class Watchdog:
         )
 
     def _diagnosis(self) -> Diagnosis | None:
-        """Rank 0's, or this process's own if rank 0 is silent."""
+        """Returns rank 0's diagnosis, or this process's own if rank 0 is silent."""
         own = self.own
         heard = dict(self._heard)
         if len(heard) < len(self._others) or (self.rank == 0 and not self._connected):
-            return None  # rank 0 cannot judge the others; the time-outs of the collectives remain
+            return None  # rank 0 cannot judge the others; collectives still time out
         if self.rank != 0:
             of_rank0, _ = heard[0]
             if of_rank0.diagnosis:
@@ -237,7 +236,7 @@ class Watchdog:
 
     def _end(self, diagnosis: Diagnosis) -> NoReturn:
         """Exits, after time for all ranks to read the diagnosis and to write their reports."""
-        # The ranks of a node follow one another
+        # The ranks of a node are consecutive
         first = self.rank - int(os.environ.get("LOCAL_RANK", self.rank))
         node = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
         prints = self.rank == diagnosis.speaker(node)
@@ -245,7 +244,7 @@ class Watchdog:
             target=self._report, args=(diagnosis.message, prints), daemon=True
         )
         reporter.start()
-        # Without waiting for the report: the disk may be what hangs
+        # Do not wait for the report: the disk may be what hangs
         time.sleep(2 * PERIOD + 2 * TICK)
         os._exit(EXIT_HUNG)
 
@@ -258,7 +257,7 @@ class Watchdog:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"rank-{self.rank}.txt").open("w") as file:
             print(f"{message}\n\n{self.own.name}, {self.own.phase}\n", file=file, flush=True)
-            # Errors of collectives that break now go here and not onto the console
+            # Errors of collectives that now break go here, not to the console
             os.dup2(file.fileno(), 2)
             faulthandler.dump_traceback(file=file, all_threads=True)
             print(f"\nflight recorder:\n{flight_recorder()}", file=file, flush=True)

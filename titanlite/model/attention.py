@@ -35,7 +35,7 @@ NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, causal: bool = False
 ) -> Tensor:
-    """q (B, H, Sq, Dh), k and v (B, K, Sk, Dh) -> (B, H, Sq, Dh).
+    """Computes attention: q (B, H, Sq, Dh), k and v (B, K, Sk, Dh) -> (B, H, Sq, Dh).
 
     H / K query heads share a key/value head.
     """
@@ -45,15 +45,15 @@ def attention(
     v = share_heads(q, v, mask)
     biased = mask is not None and not is_document_mask(mask)
     if q.is_cuda and q.dtype == torch.float32 and biased:
-        # For torch's causal bias in fp32. Its backward returns gradients that are contiguous as
-        # (B, S, H, Dh), while torch lets the compiler expect the layout of the inputs, and
-        # compiled code stops there (torch 2.11).
+        # torch's causal bias in fp32: its backward returns gradients that are contiguous as
+        # (B, S, H, Dh), but torch tells the compiler to expect the layout of the inputs, and
+        # compiled code raises an error (torch 2.11).
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
         k = k.transpose(1, 2).contiguous().transpose(1, 2)
         v = v.transpose(1, 2).contiguous().transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     if q.is_cuda and is_document_mask(mask):
-        # cuDNN 9.19 computes gradients that are not numbers for some lengths (pytorch#196678)
+        # cuDNN 9.19 computes NaN gradients for some lengths (pytorch#196678)
         with sdpa_kernel(NOT_CUDNN):
             return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
@@ -62,11 +62,11 @@ def attention(
 def document_mask(
     documents: Tensor, start: int = 0, end: int | None = None, window: int = 0
 ) -> Tensor:
-    """Which keys before `end` the queries start .. end - 1 attend to: bool (B, 1, queries, keys).
+    """Builds a mask: which keys before `end` queries start .. end - 1 attend to.
 
-    A query attends to the keys of its document up to its position, with a window to the last
-    `window` of these at most. `documents` (B, S): the number of each token's document, not
-    descending in a row; without `end`, it is S.
+    Returns bool (B, 1, queries, keys). A query attends to the keys of its document up to its
+    position, with a window to the last `window` of these at most. `documents` (B, S): the number
+    of each token's document, not descending in a row; without `end`, it is S.
     """
     documents = documents[:, :end]
     positions = torch.arange(documents.shape[1], device=documents.device)
@@ -79,9 +79,9 @@ def document_mask(
 
 
 def share_heads(q: Tensor, x: Tensor, mask: Mask | None = None) -> Tensor:
-    """`x`, keys or values, with H heads where no fused kernel supports fewer.
+    """Repeats the heads of keys or values `x` to H where no fused kernel supports fewer.
 
-    That is on CUDA in fp32 (torch 2.11), and with a mask from `document_mask`.
+    None does on CUDA in fp32 (torch 2.11), or with a mask from `document_mask`.
     """
     queries_per_key = q.shape[1] // x.shape[1]
     needed = q.is_cuda and (q.dtype == torch.float32 or is_document_mask(mask))
@@ -91,5 +91,5 @@ def share_heads(q: Tensor, x: Tensor, mask: Mask | None = None) -> Tensor:
 
 
 def is_document_mask(mask: Mask | None) -> bool:
-    """Whether it is a tensor of `document_mask`; torch's causal bias has another dtype."""
+    """Whether a mask is a tensor from `document_mask`; torch's causal bias has another dtype."""
     return isinstance(mask, Tensor) and mask.dtype == torch.bool

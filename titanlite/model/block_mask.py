@@ -1,4 +1,4 @@
-"""Attention within documents, or within a window, on CUDA: FlexAttention and its block masks.
+"""Attention within documents or a window on CUDA: FlexAttention and its block masks.
 
 What it is: FlexAttention (arXiv 2412.05496) is a kernel that the compiler generates for a given
 mask. The mask consists of a function of two positions, and lists of blocks of 128 queries and 128
@@ -28,11 +28,11 @@ from titanlite.model.flavors import LlamaConfig
 
 logger = logging.getLogger("titanlite")
 BLOCK = 128  # FlexAttention's default
-SMALLEST_HEAD = 16  # its kernels need at least so many numbers per head
+SMALLEST_HEAD = 16  # the smallest head width that its kernels support
 
 
 class HasMasks(Protocol):
-    """A Llama: what `apply_block_mask` uses of it."""
+    """The attributes of a Llama that `apply_block_mask` uses."""
 
     config: LlamaConfig
     document_mask: Callable[..., Any]
@@ -56,11 +56,11 @@ def apply_block_mask(model: HasMasks, no_compiler: str) -> None:
 def block_mask(
     documents: Tensor, start: int = 0, end: int | None = None, window: int = 0
 ) -> BlockMask:
-    """The mask of `attention.document_mask` with the same arguments, as blocks."""
+    """Builds the mask of `attention.document_mask`, with the same arguments, as blocks."""
     documents = documents[:, :end]
     end = documents.shape[1]
-    # A tensor: blocks whose masks differ in a Python number would be compiled one by one. Without a
-    # window, no two positions are so far apart as the whole length
+    # A tensor, because blocks whose masks differ in a Python number would be compiled one by one.
+    # Without a window it is the whole length, which is more than any distance
     reach = torch.full((), window if window > 0 else end, device=documents.device)
 
     def attends(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -73,11 +73,11 @@ def block_mask(
     q_first = q_first[:, None]
     q_last = q_last[:, None]
 
-    # Of the pairs in which the key is not later, the closest is the likeliest to be in one
-    # document, and in the window.
-    closest_key = torch.minimum(k_last, q_last)  # (blocks of queries, blocks of keys)
+    # A block has an allowed pair if its closest causal pair (key not later than the query) is in
+    # one document and in the window: every other causal pair is farther apart.
+    closest_key = torch.minimum(k_last, q_last)  # (query blocks, key blocks)
     closest_query = torch.maximum(q_first, closest_key)
-    same = documents[:, closest_query] == documents[:, closest_key]  # (B, of queries, of keys)
+    same = documents[:, closest_query] == documents[:, closest_key]  # (B, query blocks, key blocks)
     some = (k_first <= q_last) & (closest_query - closest_key < reach) & same
 
     # If the farthest pair is in one document and in the window, so are all pairs. A partial block
@@ -95,26 +95,26 @@ def block_mask(
 
 
 def _block_ends(start: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The first and the last position of each block of start .. end - 1."""
+    """Returns the first and the last position of each block of start .. end - 1."""
     first = torch.arange(start, end, BLOCK, device=device)
     return first, (first + BLOCK - 1).clamp(max=end - 1)
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """For each block of queries: how many blocks of keys are chosen, and the indices of all.
+    """Returns how many key blocks each query block has, and the indices of all key blocks.
 
-    Those of the chosen ones come first. chosen (B, blocks of queries, blocks of keys), bool.
+    Chosen blocks come first. `chosen`: bool (B, query blocks, key blocks).
     """
-    chosen = chosen[:, None].int()  # (B, 1, blocks of queries, blocks of keys)
+    chosen = chosen[:, None].int()  # (B, 1, query blocks, key blocks)
     counts = chosen.sum(-1, dtype=torch.int32)
     indices = chosen.argsort(dim=-1, descending=True, stable=True).int()
     return counts, indices
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    """q (B, H, Sq, Dh), k and v (B, K, Sk, Dh) -> (B, H, Sq, Dh)."""
-    # Outside of a compiled block it is compiled here; otherwise it would compute with plain matrix
-    # products.
+    """Computes attention: q (B, H, Sq, Dh), k and v (B, K, Sk, Dh) -> (B, H, Sq, Dh)."""
+    # Outside of a compiled block it must be compiled here: uncompiled, it computes with plain
+    # matrix products.
     kernel = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
     out: Tensor = kernel(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return out

@@ -41,13 +41,13 @@ class RopeScaling:
     """
 
     factor: float
-    low_freq_factor: float = 1.0  # of llama3, as the next one
+    low_freq_factor: float = 1.0  # llama3, as the next one
     high_freq_factor: float = 4.0
-    original_context: int = 8192  # not of linear
+    original_context: int = 8192  # all kinds but linear
     kind: str = "llama3"  # one of SCALINGS
-    beta_fast: float = 32.0  # of yarn, as the next two
+    beta_fast: float = 32.0  # yarn, as the next two
     beta_slow: float = 1.0
-    attention_factor: float = 0.0  # of queries and keys each; 0: 0.1 ln(factor) + 1
+    attention_factor: float = 0.0  # multiplies queries and keys; 0: 0.1 ln(factor) + 1
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class LlamaConfig:
     qkv_bias: bool = False
     qk_norm: bool = False  # an RMSNorm of each head of q and k, before RoPE
     sliding_window: int = 0  # positions that a query attends to, up to its own; 0: all
-    window_layers: str = "all"  # the blocks with the window, as in `0-2, 5`
+    window_layers: str = "all"  # the blocks that have the window, as in `0-2, 5`
 
     @property
     def head_dim(self) -> int:
@@ -83,8 +83,10 @@ class LlamaConfig:
         return self.num_kv_heads * self.head_dim
 
     def windows(self, seq_len: int) -> list[int]:
-        """Each block's window in sequences of this length; 0 where a query attends to all positions
-        up to its own, also if these are never more than the window has.
+        """Returns each block's window in sequences of this length.
+
+        0 means that a query attends to all positions up to its own: the block has no window, or the
+        window is at least as long as the sequence.
         """
         windows = [0] * self.num_layers
         if self.sliding_window < seq_len:
@@ -107,9 +109,9 @@ class LlamaConfig:
 
 
 def layer_numbers(text: str, num_layers: int) -> list[int]:
-    """The blocks that a text names: `0-2, 5` -> [0, 1, 2, 5], and `all`.
+    """Parses the numbers of blocks: `0-2, 5` -> [0, 1, 2, 5]; `all` names every block.
 
-    Raises ValueError for another text, also where numbers do not ascend.
+    Raises ValueError for any other text, and for numbers that do not ascend.
     """
     if text == "all":
         return list(range(num_layers))
@@ -132,7 +134,7 @@ def layer_ranges(numbers: Sequence[int], num_layers: int) -> str:
     """The shortest text for which `layer_numbers` returns these ascending numbers."""
     if len(numbers) == num_layers:
         return "all"
-    ranges: list[tuple[int, int]] = []  # first and last of each
+    ranges: list[tuple[int, int]] = []  # (first, last)
     for number in numbers:
         first = number
         if ranges and ranges[-1][1] == number - 1:
@@ -142,7 +144,7 @@ def layer_ranges(numbers: Sequence[int], num_layers: int) -> str:
 
 
 def with_one_window(config: LlamaConfig) -> LlamaConfig:
-    """The config with its window written in one way, so that two configs of one model are equal.
+    """Normalizes how the window is written, so that two configs of one model are equal.
 
     Raises ValueError.
     """
@@ -153,7 +155,7 @@ def with_one_window(config: LlamaConfig) -> LlamaConfig:
 
 
 def block_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape (out, in) of every parameter of a block, in the model's order."""
+    """Maps each parameter of a block to its shape (out, in), in the model's order."""
     dim = config.dim
     shapes: dict[str, tuple[int, ...]] = {"attention_norm.weight": (dim,)}
     widths = {"wq": config.q_dim, "wk": config.kv_dim, "wv": config.kv_dim}
@@ -173,7 +175,7 @@ def block_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter, in the order of the model's `state_dict()`."""
+    """Maps each parameter to its shape, in the order of the model's `state_dict()`."""
     shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (config.vocab_size, config.dim)}
     of_block = block_shapes(config)
     for i in range(config.num_layers):
@@ -264,7 +266,7 @@ FLAVORS: dict[str, LlamaConfig] = {
 }
 
 
-# Keys of [model] that a LlamaConfig calls the same
+# Keys of [model] that have the same name in a LlamaConfig
 SAME_NAME = (
     "dim",
     "num_layers",
@@ -282,7 +284,7 @@ SAME_NAME = (
 
 
 def _resolve_scaling(section: ModelConfig, scaling: RopeScaling | None) -> RopeScaling | None:
-    """The flavor's scaling of RoPE with the section's overrides. Raises ConfigError."""
+    """Applies the section's overrides to the flavor's RoPE scaling. Raises ConfigError."""
     if section.rope_scaling == "none":
         return None
     if section.rope_scaling is not None:
@@ -309,7 +311,7 @@ def _resolve_scaling(section: ModelConfig, scaling: RopeScaling | None) -> RopeS
 
 
 def _resolve_window(section: ModelConfig, config: LlamaConfig) -> LlamaConfig:
-    """The config with its window said in one way. Raises ConfigError if it names no block."""
+    """Normalizes how the window is written. Raises ConfigError if no block has the window."""
     try:
         resolved = with_one_window(config)
     except ValueError as error:
@@ -324,11 +326,11 @@ def _resolve_window(section: ModelConfig, config: LlamaConfig) -> LlamaConfig:
 
 
 def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
-    """The flavor with the section's overrides; without a `vocab_size` it is `tokenizer_size`.
+    """Applies the section's overrides to a flavor; `vocab_size` defaults to `tokenizer_size`.
 
     Raises ConfigError for impossible shapes.
     """
-    if section.flavor == FROM_CHECKPOINT:  # every key is set, by the training command
+    if section.flavor == FROM_CHECKPOINT:  # the training command has set every key
         if section.dim is None:
             raise ConfigError(
                 "model.flavor = from_checkpoint: only training reads the checkpoint; "
@@ -347,7 +349,7 @@ def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
     if not config.vocab_size:
         config = replace(config, vocab_size=tokenizer_size)
     if config.explicit_head_dim * config.num_heads == config.dim:
-        config = replace(config, explicit_head_dim=0)  # two configs of one model are equal
+        config = replace(config, explicit_head_dim=0)  # so that two configs of one model are equal
     heads = config.num_heads
     problems = []
     if config.explicit_head_dim:

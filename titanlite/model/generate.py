@@ -1,18 +1,18 @@
 """Sampling text from a Llama: a batch of prompts, or one, a token at a time.
 
 What it is: a key/value cache and the loop that feeds each new token back. A batch may have prompts
-of any lengths. Its first forward covers as many tokens as the shortest prompt has; from there on
-each forward adds one position to all rows. Where a row's prompt goes on, its next token is the
-prompt's; where the prompt has ended, it is the sampled one. A row that has ended leaves the batch.
-Why without padding: all rows are at the same position, so attention needs no mask and the model no
-case for it, and a row computes what it would alone, up to the rounding of products of another
-size. Padded prompts would need a mask over the cache in every later forward.
+of any lengths. The first forward covers as many tokens as the shortest prompt has; each later
+forward adds one position to all rows. A row's next token comes from its prompt until the prompt
+ends, and is sampled after that. A row that has ended leaves the batch.
+Why without padding: all rows are at the same position, so attention needs no mask, the model has
+no special case, and a row computes the same as alone, up to rounding (matrix sizes differ). Padded
+prompts would need a mask over the cache in every later forward.
 What it costs: for one prompt a forward over it, then 2 FLOPs per parameter and new token. In a
-batch a forward reads the weights once for all rows, which takes most of its time. What a prompt has
-more than the shortest is computed a token at a time, so callers put prompts of similar lengths
-together. The cache holds 2 L K Dh numbers per position and row, and is copied when a row ends;
-without it, every new token would need a forward over the whole text. The first forward has logits
-of all its positions, 4 B S V bytes in fp32.
+batch a forward reads the weights once for all rows, which takes most of its time. The part of a
+prompt beyond the shortest one's length is computed a token at a time, so callers put prompts of
+similar lengths together. The cache holds 2 L K Dh numbers per position and row, and is copied when
+a row ends; without it, every new token would need a forward over the whole text. The first forward
+computes logits for all its positions, 4 B S V bytes in fp32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from titanlite.model.llama import LayerCache, Llama
 class KVCache:
     """Keys and values of one layer for up to `length` positions: two tensors (B, K, length, Dh).
 
-    With a window a new query gets the last `window` of them.
+    With a window, a new query attends to the last `window` positions only.
     """
 
     def __init__(self, length: int, window: int = 0) -> None:
@@ -40,10 +40,10 @@ class KVCache:
         self.values = torch.empty(0)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores new positions (B, K, S, Dh) and returns those that the new queries attend to.
+        """Stores new positions (B, K, S, Dh); returns keys and values for the new queries.
 
-        After the first call these are all so far, or those of the window. They are in the dtype and
-        on the device of the first.
+        Returned are all positions so far, or those of the window. The first call fixes the cache's
+        dtype and device.
         """
         batch, heads, count, width = k.shape
         if self.filled == 0:
@@ -79,7 +79,7 @@ class Row(NamedTuple):
 
 
 def row_seed(seed: int, number: int) -> int:
-    """The seed of the prompt with this number, from 0: it does not depend on the batch it is in."""
+    """Derives a prompt's seed from its number (from 0), so that batches do not matter."""
     return (seed + number) % (1 << 63)
 
 
@@ -91,7 +91,7 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torc
     if 0 < top_k < logits.numel():
         lowest = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < lowest, float("-inf"))
-    scaled = (logits - logits.max()) / temperature  # at most 0, so that nothing overflows
+    scaled = (logits - logits.max()) / temperature  # at most 0, so that exp does not overflow
     return int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
 
 
@@ -130,9 +130,9 @@ def generate_rows(
                 f"expected 1 to {model.seq_len} in all"
             )
     texts = [list(row.prompt) for row in rows]
-    lengths = [len(row.prompt) + row.max_new_tokens for row in rows]  # where each row ends
+    lengths = [len(row.prompt) + row.max_new_tokens for row in rows]  # final length of each row
     generators = [torch.Generator().manual_seed(row.seed) for row in rows]
-    places = [i for i, row in enumerate(rows) if row.max_new_tokens > 0]  # the rows of the batch
+    places = [i for i, row in enumerate(rows) if row.max_new_tokens > 0]  # rows still in the batch
     if not places:
         return
     device = model.rope.device
@@ -145,7 +145,7 @@ def generate_rows(
         logits = model(tokens, layer_caches, start)[:, -1].float().cpu()  # (B, V)
         kept = []
         for place, i in enumerate(places):
-            if len(texts[i]) == end:  # all of its tokens are computed: sample the next
+            if len(texts[i]) == end:  # the prompt is used up: sample the next token
                 token = sample_token(logits[place], temperature, top_k, generators[i])
                 if token == stop:
                     continue

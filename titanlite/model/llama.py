@@ -40,7 +40,7 @@ class LayerCache(Protocol):
 
 
 def rope_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The angle per position by which RoPE rotates pair i of a head: theta^(-2i/Dh), (Dh / 2,).
+    """Computes RoPE's angle per position for each pair i of a head: theta^(-2i/Dh), (Dh / 2,).
 
     With a scaling, the frequencies of long wavelengths are divided by `factor`, so that positions
     beyond the original context have angles that the model has seen:
@@ -72,17 +72,17 @@ def rope_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.devi
 
 
 def pair_with_turns(turns: float, config: LlamaConfig) -> float:
-    """The number i of the pair, not rounded, that makes so many turns over the original context."""
+    """Computes which pair i makes so many turns over the original context; not rounded."""
     assert config.rope_scaling is not None
     frequency = 2 * math.pi * turns / config.rope_scaling.original_context
     return -config.head_dim / 2 * math.log(frequency) / math.log(config.rope_theta)
 
 
 def rope_table(config: LlamaConfig, positions: Tensor) -> Tensor:
-    """cos and sin of every angle at these positions, fp32: ([B,] S) -> ([B,] S, Dh / 2, 2).
+    """Computes cos and sin at these positions, fp32: ([B,] S) -> ([B,] S, Dh / 2, 2).
 
-    YaRN also makes queries and keys larger, which makes attention less uniform over more keys: both
-    are rotated by the table, so it is multiplied by the factor.
+    YaRN also scales queries and keys up, so that attention over more keys does not become more
+    uniform. Both are multiplied by the table, so the factor is in the table.
     """
     angle = positions.float()[..., None] * rope_frequencies(config, torch.float32, positions.device)
     table = torch.stack((angle.cos(), angle.sin()), dim=-1)
@@ -127,13 +127,13 @@ def truncated_normal(weight: Tensor, std: float, cut: float, generator: torch.Ge
 
 
 class CausalAttention(nn.Module):
-    """Each query attends to the keys up to its position.
+    """Attention in which each query attends to the keys up to its position.
 
-    A module, so that `parallel/` can replace it.
+    It is a module so that `parallel/` can replace it.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
-        """q (B, H, S, Dh), k and v (B, K, S, Dh) -> (B, H, S, Dh).
+        """Computes attention: q (B, H, S, Dh), k and v (B, K, S, Dh) -> (B, H, S, Dh).
 
         A single query attends to all keys. `mask`: from `document_mask`, if a query attends only to
         the keys of its document, or of its window.
@@ -162,7 +162,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rope: Tensor, mask: Mask | None = None, cache: LayerCache | None = None
     ) -> Tensor:
-        # -1 is the number of heads, so the same code works on the heads of one tp rank
+        # -1, not the number of heads: with tp a rank has only some of them
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, S, H, Dh)
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (B, S, K, Dh)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # (B, S, K, Dh)
@@ -217,7 +217,7 @@ class TiedOutput(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """(V, D)"""
+        """The embedding's weight (V, D)."""
         weight = self._embedding[0].weight
         assert isinstance(weight, Tensor)
         return weight
@@ -227,7 +227,7 @@ class TiedOutput(nn.Module):
 
 
 class Llama(nn.Module):
-    """tokens (B, S) -> logits (B, S, V).
+    """Llama: tokens (B, S) -> logits (B, S, V).
 
     Build it under `torch.device("meta")`, allocate memory with `to_empty`, then call
     `init_weights`, which sets every parameter and buffer. `seq_len` is the length of the longest
@@ -235,16 +235,16 @@ class Llama(nn.Module):
     """
 
     rope: Tensor
-    # Replaced by `parallel/`, with cp by one that returns a mask for each chunk of queries
+    # `parallel/` may replace it; with cp it returns a mask for each chunk of queries
     document_mask: Callable[..., Mask | list[Mask]] = staticmethod(document_mask)
 
     def __init__(self, config: LlamaConfig, seq_len: int) -> None:
         super().__init__()
         self.config = config
         self.seq_len = seq_len
-        self.windows = config.windows(seq_len)  # of the blocks by number, 0 without
-        self.positions = torch.arange(seq_len, device="cpu")  # of the rows of the RoPE table
-        # A pipeline stage has other modules in place of the ends that other stages have
+        self.windows = config.windows(seq_len)  # one entry per block; 0: no window
+        self.positions = torch.arange(seq_len, device="cpu")  # one entry per row of the RoPE table
+        # In a pipeline stage, ends that other stages hold are replaced by other modules
         self.tok_embeddings: nn.Module = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict(
             {str(i): TransformerBlock(config) for i in range(config.num_layers)}
@@ -266,12 +266,12 @@ class Llama(nn.Module):
         documents: Tensor | None = None,
         **block_inputs: Tensor,
     ) -> Tensor:
-        """Logits (B, S, V) of `tokens` (B, S) at positions start, start + 1, ...
+        """Computes logits (B, S, V) of `tokens` (B, S) at positions start, start + 1, ...
 
-        With several documents in a row: at `positions` (B, S), and attention only within a
-        document; `documents` (B, S) has the number of each token's document. A window needs
-        `documents` too where `tokens` are a part of each sequence: zeros, without `positions`.
-        `block_inputs`: what else each block gets, if `parallel/` has changed it to take more.
+        If rows hold several documents, pass `positions` (B, S), which replace `start`, and
+        `documents` (B, S), the number of each token's document: attention stays within a document.
+        With cp and a window, pass `documents` of zeros and no `positions`.
+        `block_inputs`: further arguments for blocks that `parallel/` has changed to take them.
         """
         rope = self.rope[start:] if positions is None else rope_table(self.config, positions)
         masks = self.masks(tokens, positions, documents)
@@ -284,7 +284,7 @@ class Llama(nn.Module):
     def masks(
         self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None
     ) -> dict[int, Mask | list[Mask]]:
-        """The masks of the blocks' windows, by window; none where attention is only causal."""
+        """Builds a mask for each window of the blocks; none where attention is only causal."""
         windows = {self.windows[int(name)] for name in self.layers}
         length = tokens.shape[1] if documents is None else documents.shape[1]
         if positions is None or documents is None:  # a row is one document
@@ -300,25 +300,25 @@ class Llama(nn.Module):
         assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
         device: torch.device | None = None,
     ) -> None:
-        """Initialises every parameter and the RoPE table, on `device` or else their own.
+        """Initialises every parameter and the RoPE table, on `device` or their own device.
 
         Each parameter is drawn in full from a separate generator, seeded by `seed` and the
         parameter's name. So the weights do not depend on the layout: `assign(parameter,
         full_value)` stores this process's part of the value.
         """
         for name, parameter in self.named_parameters():
-            draws_on = device or parameter.device  # a GPU draws other numbers from one seed
+            draws_on = device or parameter.device  # CPU and GPU draw differently
             generator = torch.Generator(draws_on).manual_seed(zlib.crc32(name.encode()) ^ seed)
             full = torch.empty(parameter.shape, dtype=torch.float32, device=draws_on)
             assign(parameter, self.draw(name, full, generator))
         self.reset_rope(device or self.rope.device)
 
     def reset_rope(self, device: torch.device) -> None:
-        """Computes the RoPE table, the only part of the model that is not in a checkpoint."""
+        """Recomputes the RoPE table, the only part of the model that is not in a checkpoint."""
         self.rope = rope_table(self.config, self.positions.to(device))
 
     def draw(self, name: str, weight: Tensor, generator: torch.Generator) -> Tensor:
-        """One parameter's initial value, by torchtitan's rules; Llama's are not published.
+        """Draws a parameter's initial value by torchtitan's rules; Llama's are not published.
 
         The std of wo, w2 and w3 decreases with depth. A tied embedding has std 0.02, as in Llama
         3.2's configuration: with std 1 the first logits would have std sqrt(D), and the first loss
@@ -342,5 +342,5 @@ class Llama(nn.Module):
         std = 0.02
         if parameter in SMALLER_WITH_DEPTH:
             std /= math.sqrt(2 * depth)
-        # As in torchtitan, where 2 is a bound of the values: with these std it cuts nothing
+        # As in torchtitan, the bound is 2 in absolute terms: with these stds it cuts nothing
         return truncated_normal(weight, std, 2.0, generator)

@@ -1,9 +1,9 @@
-"""A model's shape from a file.
+"""Reads a model's shape from a file.
 
 What it is: the values in a file may be of any type and size, so each is checked before memory is
 allocated.
-Why it is here and not in `flavors.py`: training knows its shape from the config. Reading
-checkpoints and files of other software does not.
+Why it is not in `flavors.py`: training takes the shape from its config. Only readers of
+checkpoints and of other software's files need this.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import replace
 from titanlite.model.flavors import SCALINGS, LlamaConfig, with_one_window
 from titanlite.runtime.typed_json import typed
 
-MOST_POSITIONS = 1 << 24  # of a sequence; a RoPE table of more takes gigabytes
+MOST_POSITIONS = 1 << 24  # per sequence; a longer RoPE table takes gigabytes
 
 
-LARGEST = 1 << 24  # size that a dimension of a model may have
+LARGEST = 1 << 24  # the largest allowed size of a dimension
 
 
 def from_json(text: str) -> LlamaConfig:
@@ -29,16 +29,16 @@ def from_json(text: str) -> LlamaConfig:
 
 
 def sequence_length(value: object) -> int:
-    """The length of sequences that a file gives; 0, as without one, for what no model can have."""
+    """Reads a sequence length from a file's value; 0 if there is none or no model can have it."""
     if type(value) is int and 0 < value <= MOST_POSITIONS:
         return value
     return 0
 
 
 def checked(config: LlamaConfig) -> LlamaConfig:
-    """The config, with numbers as floats where they are real.
+    """Checks a config and converts its real numbers to floats.
 
-    Raises ValueError if a model cannot have its values.
+    Raises ValueError for values that no model can have.
     """
     for name in ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size"):
         limit = 1 << 14 if name == "num_layers" else LARGEST
@@ -73,7 +73,7 @@ def checked(config: LlamaConfig) -> LlamaConfig:
             "divisor"
         )
     if config.explicit_head_dim * heads == config.dim:
-        config = replace(config, explicit_head_dim=0)  # two configs of one model are equal
+        config = replace(config, explicit_head_dim=0)  # so that two configs of one model are equal
     if type(config.sliding_window) is not int or config.sliding_window != 0:
         _require_integer("sliding_window", config.sliding_window, 1 << 31)
     if type(config.window_layers) is not str:

@@ -1,9 +1,9 @@
-"""The console: one line for each logged step, and on a terminal a table.
+"""The console: prints a line for each logged step, or on a terminal a table.
 
-What it is: the plain line, which goes to log.txt and wherever the console is not a terminal, so
-that scripts can read it; and a formatter for terminals, which shows the same figures as the rows of
-a table in 80 columns, with a header from time to time instead of a name before each figure. In a
-narrower terminal the least important columns are left out. Colours mark what needs attention:
+What it is: a plain line for log.txt, and for the console if that is not a terminal, so that scripts
+can read it; and a formatter for terminals, which shows the same figures as the rows of a table in
+80 columns, with a header from time to time instead of a name before each figure. In a narrower
+terminal the least important columns are left out. Colours mark what needs attention:
 warnings, a loss or norm that is not finite, and a long wait for data. They are left out if NO_COLOR
 is set (no-color.org) or TERM is dumb.
 What it costs: microseconds for each logged step.
@@ -31,12 +31,12 @@ YELLOW = "\x1b[33m"
 END = "\x1b[0m"
 WIDEST = 80  # characters of a row
 
-# That of metrics.jsonl, with `eta` in seconds and `steps`, the number of steps of the run
+# A row of metrics.jsonl, plus `eta` in seconds and `steps`, the number of steps of the run
 Row = dict[str, Any]
 
 
 def step_line(position: str, row: Row) -> str:
-    """The plain line of a logged step."""
+    """Formats the plain line of a logged step."""
     mfu = "n/a"
     if row["mfu"] is not None:
         mfu = f"{row['mfu']:.1f}%"
@@ -56,7 +56,7 @@ def step_line(position: str, row: Row) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1:05 for 65 seconds, 2:03:04 beyond an hour, with days in front beyond a day."""
+    """Formats seconds: 1:05 for 65, 2:03:04 from an hour on, with days in front from a day on."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -69,7 +69,7 @@ def duration(seconds: float) -> str:
 
 
 def short_duration(seconds: float) -> str:
-    """The same, or days if it would be longer than 8 characters."""
+    """Formats as `duration` does, or in days if that would be longer than 8 characters."""
     text = duration(seconds)
     if len(text) > 8:
         return f"{seconds / 86400:.1f}d"
@@ -77,7 +77,7 @@ def short_duration(seconds: float) -> str:
 
 
 def fixed(value: float, digits: int, width: int) -> str:
-    """The number with `digits` decimals, fewer if they do not fit into `width`."""
+    """Formats a number with `digits` decimals, or fewer if they do not fit into `width`."""
     while digits >= 0:
         text = f"{value:,.{digits}f}"
         if len(text) <= width:
@@ -89,7 +89,7 @@ def fixed(value: float, digits: int, width: int) -> str:
 
 
 def significant(value: float, width: int) -> str:
-    """Three digits, also of a small number, or as many as fit into the width."""
+    """Formats a number with three significant digits, or as many as fit into the width."""
     for text in (f"{value:#.3g}".rstrip("."), f"{value:#.2g}"):
         if len(text) <= width:
             return text
@@ -99,7 +99,7 @@ def significant(value: float, width: int) -> str:
 
 
 class Column(NamedTuple):
-    """A column of the table. `importance`: those of the highest stay in a narrow terminal."""
+    """A column of the table. A narrow terminal keeps the columns of the highest `importance`."""
 
     title: str
     width: int
@@ -109,7 +109,7 @@ class Column(NamedTuple):
 
 
 def red_unless_finite(key: str) -> Callable[[Row], str]:
-    """The colour of a figure that must be finite."""
+    """Returns the colour function of a figure that must be finite."""
 
     def colour(row: Row) -> str:
         if math.isfinite(row[key]):
@@ -120,14 +120,14 @@ def red_unless_finite(key: str) -> Callable[[Row], str]:
 
 
 def yellow_if_long(row: Row) -> str:
-    """The colour of the wait for data."""
+    """Returns the colour of the wait for data."""
     if row["data_wait_percent"] > LONG_WAIT:
         return YELLOW
     return ""
 
 
 def columns(row: Row) -> list[Column]:
-    """All columns, at most 80 characters wide with the spaces between them up to 99,999 steps."""
+    """Builds all columns; up to 99,999 steps they take at most 80 characters with the spaces."""
     title = f"step/{row['steps']}"
     speed = Column("TFLOPS", 6, 3, lambda row: significant(row["tflops"], 6))
     if row["mfu"] is not None:
@@ -153,9 +153,9 @@ def columns(row: Row) -> list[Column]:
 
 
 def fitting(columns: list[Column], width: int) -> list[Column]:
-    """The most important of these columns that fit into `width` characters.
+    """Selects the most important columns that fit into `width` characters.
 
-    At least step and loss.
+    Step and loss are always among them.
     """
 
     def total_width() -> int:
@@ -168,7 +168,7 @@ def fitting(columns: list[Column], width: int) -> list[Column]:
 
 
 class TableFormatter(logging.Formatter):
-    """Formats records for a terminal: those with a `row` or a `validation` as rows of a table,
+    """Formats records for a terminal: records with a `row` or a `validation` as rows of a table,
     others as they are.
     """
 
@@ -178,8 +178,8 @@ class TableFormatter(logging.Formatter):
         self.prefix = prefix
         dumb = os.environ.get("TERM", "dumb") == "dumb"
         self.coloured = not os.environ.get("NO_COLOR") and not dumb
-        self._titles: list[str] = []  # of the last header
-        self._rows = HEADER_EVERY  # since then
+        self._titles: list[str] = []  # titles in the last header
+        self._rows = HEADER_EVERY  # rows since the last header
         self._interrupted = False
 
     def format(self, record: logging.LogRecord) -> str:
@@ -200,7 +200,7 @@ class TableFormatter(logging.Formatter):
 
     @property
     def _width(self) -> int:
-        """Characters of a row, without the prefix."""
+        """Returns the characters of a row, without the prefix."""
         terminal = shutil.get_terminal_size().columns
         return min(WIDEST, max(24, terminal - len(self.prefix)))
 
@@ -231,9 +231,9 @@ class TableFormatter(logging.Formatter):
 def validation_row(
     width: int, step: int, num_steps: int, name: str, values: dict[str, float]
 ) -> str:
-    """A row in which the loss is in the column of the losses.
+    """Formats a row with the validation loss in the column of the losses.
 
-    As much of it as fits into `width` characters.
+    The row is cut to `width` characters.
     """
     step_width = max(9, len(f"step/{num_steps}"))
     loss = next(value for key, value in values.items() if key.endswith("loss"))

@@ -1,4 +1,4 @@
-"""The time until the run ends.
+"""Estimates the time until the run ends.
 
 What it is: the remaining tokens at the speed of the last minutes, plus the validations and saves
 that are still to come. Their number follows from their frequencies; each is expected to take the
@@ -6,7 +6,7 @@ mean of the latest ones. Sampling from prompts counts as a part of its validatio
 Why it is here: a validation can take as long as a hundred steps, and the first step and the first
 evaluation of a process also compile. So the first logged window counts only until there is another
 one, and the first validation counts without its first forward.
-What it costs: a few numbers for each logged step; all from the host's clock.
+What it costs: a few numbers for each logged step, all from the host's clock.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 from titanlite.config.schema import CheckpointConfig, ValidationConfig
 
-# Seconds of training from which the speed is taken: long enough for a mean, short enough to follow
+# Speed is the mean over so many seconds of training: enough to be steady, few enough to follow
 HORIZON = 300.0
 
 
 class Kind(NamedTuple):
-    """What happens in a pause of training."""
+    """The kind of a pause of training: whether it validates, and whether it saves."""
 
     validates: bool
     saves: bool
@@ -44,12 +44,12 @@ class Eta:
         self.steps = steps
         self.validation = validation
         self.checkpoint = checkpoint
-        self.windows: deque[tuple[float, int]] = deque()  # seconds and tokens
-        # The sums of all windows
+        self.windows: deque[tuple[float, int]] = deque()  # (seconds, tokens)
+        # Sums over all windows
         self.seconds = 0.0
         self.tokens = 0
         self.pauses = {kind: deque[float](maxlen=8) for kind in (VALIDATION, SAVE, BOTH)}
-        self._first_window = True  # until there is a second one
+        self._first_window = True  # whether only the first window is there
         self._first_validation = True
 
     def add_window(
@@ -59,11 +59,10 @@ class Eta:
         pauses: Iterable[tuple[int, float]] = (),
         compiling: float = 0.0,
     ) -> None:
-        """The steps since the last logged one: seconds and tokens of training, and the pauses
-        between them.
+        """Adds the steps since the last logged one: seconds and tokens of training, and pauses.
 
-        A pause has the step before it, and its seconds. `compiling`: seconds of the first
-        evaluation of this process.
+        A pause is (the step before it, its seconds). `compiling`: seconds of the first evaluation
+        of this process.
         """
         for step, pause in pauses:
             self._add_pause(step, pause, compiling)
@@ -90,20 +89,19 @@ class Eta:
             self.pauses[kind].append(seconds)
 
     def _kind(self, step: int) -> Kind:
-        """What happens after this step."""
+        """Returns the kind of the pause after this step."""
         last = step == self.steps
         validates = is_multiple(step, self.validation.freq) or (last and self.validation.freq > 0)
         saves = last or (step > 0 and is_multiple(step, self.checkpoint.freq))
-        # A pause for neither was a save by minutes
+        # A pause that neither step frequency explains was a save by minutes
         if step > 0 and not validates and self.checkpoint.freq_minutes > 0:
             saves = True
         return Kind(validates, saves)
 
     def remaining(self, step: int, tokens: int) -> float:
-        """Seconds from the log line of this step until the last step is saved; `tokens` are still
-        to be trained on.
+        """Estimates the seconds from this step's log line until the last step is saved.
 
-        The pauses after this step are still to come too.
+        `tokens` are still to be trained on. The pause after this step is counted too.
         """
         training = tokens * self.seconds / max(1, self.tokens)
         cost = self._costs()
@@ -113,23 +111,23 @@ class Eta:
         pauses = cost[self._kind(self.steps)]
         pauses += validations * cost[VALIDATION] + saves * cost[SAVE] + both * cost[BOTH]
         if self.checkpoint.freq_minutes:
-            # A save by steps restarts the minutes, so only what is not by steps is added
+            # A save by steps restarts the minutes: add only the saves that steps do not cause
             by_minutes = training / 60 / self.checkpoint.freq_minutes - saves - both
             pauses += max(0.0, by_minutes) * cost[SAVE]
         return training + pauses
 
     def _count(self, step: int, freq: int) -> int:
-        """How many of the steps from `step` to the one before the last are multiples of `freq`; 0
-        is never.
+        """Counts the multiples of `freq` from `step` to the step before the last; 0: there are
+        none.
         """
         if freq == 0:
             return 0
         return (max(step, self.steps) - 1) // freq - (step - 1) // freq
 
     def _costs(self) -> dict[Kind, float]:
-        """Expected seconds of each kind of pause.
+        """Estimates the seconds of each kind of pause.
 
-        What has not occurred yet is taken from the other kinds, or is 0.
+        A kind that has not occurred yet is estimated from the other kinds, or is 0.
         """
         validation = mean(self.pauses[VALIDATION])
         save = mean(self.pauses[SAVE])
@@ -144,12 +142,12 @@ class Eta:
 
 
 def is_multiple(step: int, freq: int) -> bool:
-    """Whether something that happens every `freq` steps, 0 for never, happens after this one."""
+    """Whether something that happens every `freq` steps (0: never) happens after this one."""
     return freq > 0 and step % freq == 0
 
 
 def mean(values: Collection[float]) -> float | None:
-    """None without values."""
+    """Returns the mean; None without values."""
     if not values:
         return None
     return sum(values) / len(values)

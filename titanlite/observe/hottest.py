@@ -1,13 +1,13 @@
-"""The text beside a trace: which kernels took most time, and how long communication was not hidden.
+"""Writes the text beside a trace: the kernels with most time, and communication not hidden.
 
 What it is: sums over the events of a recording. Communication is not hidden while a collective is
-in progress and the device (on a CPU: the threads of this process that compute) does nothing else.
-So it is the length of the union of the collectives' intervals, without the part that the union of
-all computing intervals covers.
+in progress and the device (on a CPU: the computing threads of this process) does nothing else. Its
+time is the length of the union of the collectives' intervals minus the union of all computing
+intervals.
 On CUDA the intervals are those of kernels. On a CPU they are those of gloo's collectives and of
-torch's operators; an operator's interval, like its time, is without the operators that it calls.
-What only launches a collective or waits for one is left out, as are labels (`record_function`) and
-the autograd engine, in whose time hooks may wait.
+torch's operators; an operator's interval and time exclude the operators that it calls. Operators
+that only launch or await a collective are left out, as are labels (`record_function`) and the
+autograd engine, in which hooks may wait.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.autograd.profiler_util import FunctionEvent
 
 Interval = tuple[float, float]
 ROWS = 25
-COLLECTIVES = ("nccl", "gloo:")  # how the names of kernels and operators begin
+COLLECTIVES = ("nccl", "gloo:")  # first letters of kernels' and operators' names
 LEFT_OUT = ("c10d::", "_c10d_functional::", "autograd::engine::", "ProfilerStep")
 
 
 def summary(events: Iterable[FunctionEvent], steps: int) -> str:
-    """Tables for a recording of `steps` steps. Times are per step, in milliseconds."""
+    """Writes tables for a recording of `steps` steps. Times are per step, in milliseconds."""
     events = list(events)
     kernels = [
         event
@@ -97,12 +97,12 @@ def interval(event: FunctionEvent) -> Interval:
 
 
 def own_intervals(event: FunctionEvent) -> list[Interval]:
-    """The interval of an operator without those of the operators that it calls."""
+    """Returns the interval of an operator minus those of the operators that it calls."""
     return without([interval(event)], covered([interval(child) for child in event.cpu_children]))
 
 
 def covered(intervals: list[Interval]) -> list[Interval]:
-    """The union of intervals: sorted, and without overlaps."""
+    """Computes the union of intervals: sorted, and without overlaps."""
     union: list[Interval] = []
     for start, end in sorted(intervals):
         if union and start <= union[-1][1]:
@@ -113,11 +113,9 @@ def covered(intervals: list[Interval]) -> list[Interval]:
 
 
 def without(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
-    """The parts of `intervals` that no interval of `others` covers; both are unions as `covered`
-    returns them.
-    """
+    """Subtracts `others` from `intervals`; both must be unions, as `covered` returns them."""
     remaining: list[Interval] = []
-    first = 0  # of the others that end after the present interval begins
+    first = 0  # index of the first of `others` that ends after the present interval begins
     for start, end in intervals:
         while first < len(others) and others[first][1] <= start:
             first += 1

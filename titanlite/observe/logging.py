@@ -1,8 +1,7 @@
 """Logging: the ranks in LOG_RANK (default 0) print all messages, the others only warnings.
 
 What it is: the set-up of Python's logger `titanlite`. Rank 0 also writes every message to log.txt
-in the run's folder, with those for developers (debug level), which the console shows with
-LOG_LEVEL=debug.
+in the run's folder, debug messages included, which the console shows only with LOG_LEVEL=debug.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def setup_logging(rank: int) -> None:
     logging.raiseExceptions = False
     logger.handlers.clear()
     logger.propagate = False
-    # DTensor warns that gloo has no all-to-all and that it gathers instead; that is expected here.
+    # DTensor warns that it gathers because gloo has no all-to-all: expected here.
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
     logger.setLevel(logging.DEBUG)
     prefix = ""
@@ -46,7 +45,7 @@ def setup_logging(rank: int) -> None:
 
 def log_to_file(path: Path) -> None:
     """Appends messages, with times, to a file. Raises OSError if it cannot be opened."""
-    # Waits for no pipe
+    # Fail at once if the path is a pipe, instead of waiting for its reader
     os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666))
     file = LineFileHandler(path)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -1,4 +1,4 @@
-"""Memory of this process, and how busy its GPU is, for a logged step.
+"""Memory of this process and utilisation of its GPU, for a logged step.
 
 What it is: on CUDA the peaks of what tensors have allocated and of what the allocator has reserved
 for them, how often it had to free its cache and try again (more than 0: memory is nearly full, and
@@ -22,7 +22,7 @@ GIB = 2**30
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The peak so far: reserved by the allocator on CUDA, resident in this process on CPU."""
+    """Returns the peak so far: reserved by the allocator on CUDA, resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -32,14 +32,14 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def memory_columns(device: torch.device) -> dict[str, float]:
-    """Only those that this machine has."""
+    """Returns the columns that this machine can measure."""
     row: dict[str, float] = {}
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         row["memory_allocated_gib"] = stats["allocated_bytes.all.peak"] / GIB
         row["memory_reserved_gib"] = stats["reserved_bytes.all.peak"] / GIB
         row["memory_retries"] = stats["num_alloc_retries"]
-        # No package, no driver library, not supported: no number
+        # Without the package, the driver's library or support there is no column
         with contextlib.suppress(Exception):
             row["gpu_utilisation"] = torch.cuda.utilization(device)
     with contextlib.suppress(OSError):  # Linux only

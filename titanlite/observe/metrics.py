@@ -1,4 +1,4 @@
-"""Loss, speed and memory: the rows of metrics.jsonl, and what the console shows of them.
+"""Loss, speed and memory: the rows of metrics.jsonl and of the console.
 
 What it is: the metrics of the logged steps, written by rank 0; docs/metrics.md explains each.
 Between logged steps (and those that validate or save) nothing is read from the device, so the host
@@ -55,7 +55,7 @@ class Progress:
         }
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Counts what has been trained since the last call."""
+        """Adds tokens and seconds trained since the last call."""
         self.tokens += tokens
         self.seconds += seconds
 
@@ -66,10 +66,10 @@ class Progress:
 
 
 class HasColumns(Protocol):
-    """Something that adds columns to logged steps; none if it is switched off."""
+    """A part that adds columns to logged steps; it adds none if it is switched off."""
 
     def columns(self) -> dict[str, Any]:
-        """All ranks call it together."""
+        """Returns the columns. All ranks call it together."""
 
 
 class Metrics:
@@ -87,7 +87,7 @@ class Metrics:
         """Removes lines after `progress.step` from metrics.jsonl in the run's `folder`; at step 0,
         all lines.
 
-        `columns`: what adds its own columns to logged steps. Raises ConfigError, on all ranks, if
+        `columns`: the parts that add columns to logged steps. Raises ConfigError, on all ranks, if
         the file cannot be written.
         """
         self.config = config.metrics
@@ -102,14 +102,14 @@ class Metrics:
         self.eta = Eta(self.num_steps, config.validation, config.checkpoint)
         self.file = LineFile(folder / "metrics.jsonl")
         broadcast_from_rank0(self._drop_later_lines)
-        # Since the last log: after which step, and seconds
+        # Pauses since the last log: (step before it, seconds)
         self.pauses: list[tuple[int, float]] = []
-        self.compiling = 0.0  # seconds of the first evaluation of this process
+        self.compiling = 0.0  # seconds of this process's first evaluation
         self.start()
 
     def _drop_later_lines(self) -> None:
         if self.file.path.exists():
-            last_step = self.progress.step or -1  # a run that begins again keeps no line
+            last_step = self.progress.step or -1  # at step 0, keep no line
             drop_later_lines(self.file.path.parent, last_step)
 
     def start(self) -> None:
@@ -118,7 +118,7 @@ class Metrics:
         self._begin_window()
 
     def _begin_window(self) -> None:
-        """Begins the time until the next logged step."""
+        """Begins the window that ends with the next logged step."""
         mark_phase(Phase.START_TIMING)
         self._tokens_before = self.progress.tokens
         self._seconds_before = self.progress.seconds
@@ -131,13 +131,13 @@ class Metrics:
         self._last = now
 
     def count_step(self, tokens: int, targets: Tensor) -> None:
-        """Call it after each step, with the tokens and targets that it had over all ranks."""
+        """Counts a step; call it after each one, with its tokens and targets over all ranks."""
         self._targets = self._targets + targets  # on the device
         self._add_time()
         self.progress.add(tokens, seconds=0.0)
 
     def count_first_evaluation(self, seconds: float) -> None:
-        """Call it after each forward of a validation: the first one of a process compiles."""
+        """Records the first evaluation, which compiles; call it after each validation forward."""
         if not self.compiling:
             self.compiling = seconds
 
@@ -149,8 +149,9 @@ class Metrics:
     def log(
         self, loss: Tensor, grad_norm: Tensor, num_targets: Tensor, lr: float, stream: TrainStream
     ) -> dict[str, Any]:
-        """Logs the current step; returns its row. `loss` is that of all ranks. Reads from the
-        device, so the host waits for it.
+        """Logs the current step and returns its row. `loss` is the loss over all ranks.
+
+        It reads from the device, so the host waits.
         """
         values = (loss, grad_norm, num_targets, self._targets)
         scalars = [value.to(sum_dtype(self.device)) for value in values]
@@ -197,7 +198,7 @@ class Metrics:
         return row
 
     def _speed(self, tokens: int, seconds: float) -> dict[str, Any]:
-        """The speed of `tokens` (of all ranks) in `seconds`; `mfu` is None without a known peak."""
+        """Computes speeds from `tokens` (of all ranks) and `seconds`; `mfu` may be None."""
         tps = tokens / seconds / dist.get_world_size()
         tflops = tps * self.flops_per_token / 1e12
         mfu = None
@@ -224,21 +225,22 @@ class Metrics:
         if self.progress.step > 0:
             self._add_time()
         else:
-            self._last = time.monotonic()  # nothing has been trained: that was the set-up
+            self._last = time.monotonic()  # before the first step, this time was the set-up
         mark_phase(Phase.PAUSE)
         yield
         now = time.monotonic()
-        self.pauses.append((self.progress.step, now - self._last))  # the ETA expects more of them
+        self.pauses.append((self.progress.step, now - self._last))  # for the ETA
         self._last = now
 
     def close(self) -> None:
-        """The last step is over."""
+        """Stops the step times; call it after the last step."""
         self.step_times.close()
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends one JSON object.
 
-        Floats keep all digits, to compare runs bit by bit; NaN and infinity become null.
+        Floats keep all digits, so that runs can be compared bit by bit; NaN and infinity become
+        null.
         """
         if dist.get_rank() != 0:
             return
@@ -251,7 +253,7 @@ class Metrics:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); infinite where that is beyond the range of a float."""
+    """Computes exp(loss); infinity if that exceeds the range of a float."""
     if loss < 700:
         return math.exp(loss)
     return math.inf

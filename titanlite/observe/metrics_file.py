@@ -1,4 +1,4 @@
-"""metrics.jsonl as a file: lines that a resumed run removes, and a reader that follows the file.
+"""metrics.jsonl as a file: removes lines at a resume, and follows the file as it grows.
 
 What it costs: the files are read once, line by line, when the run starts in a folder that has them.
 """
@@ -14,19 +14,18 @@ from typing import Any
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import replace_file
 
-LONGEST = 1 << 20  # bytes of a line; what is longer is damaged
-SAMPLES = "samples.jsonl"  # of `samples.py`
-EVALUATIONS = "evaluations.jsonl"  # of `titanlite evaluate`
-# Of `sinks/feed.py`: the run's name in W&B and MLflow, the same after each resume
+LONGEST = 1 << 20  # bytes of a line; a longer line counts as damaged
+SAMPLES = "samples.jsonl"  # written by `samples.py`
+EVALUATIONS = "evaluations.jsonl"  # written by `titanlite evaluate`
+# Written by `sinks/feed.py`: the run's id in W&B and MLflow, the same after each resume
 RUN_ID = "sinks_id"
 
 
 def drop_later_lines(folder: Path, step: int) -> None:
-    """Keeps the lines up to `step` of a run's metrics.jsonl and, if it has one, of its
-    samples.jsonl.
+    """Removes lines after `step` from a run's metrics.jsonl and, if it has one, samples.jsonl.
 
-    Below 0 none: the run begins again, is another one in W&B and MLflow, and has not been
-    evaluated.
+    A `step` below 0 means that the run begins again: it also removes the run's id in W&B and MLflow
+    and its evaluations.
     """
     if step < 0:
         for name in (RUN_ID, EVALUATIONS):
@@ -37,11 +36,11 @@ def drop_later_lines(folder: Path, step: int) -> None:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Keeps the lines up to `step` of a metrics file, and drops lines that are damaged."""
-    if not path.is_file() and not path.is_dir():  # which is an error of `open`
+    """Removes lines after `step` from a metrics file, and damaged lines."""
+    if not path.is_file() and not path.is_dir():  # a folder is an error of `open`
         raise ConfigError(f"{path}: expected a regular file")
-    end = 0  # bytes before the first line that is dropped
-    later = []  # lines after it that stay
+    end = 0  # bytes before the first dropped line
+    later = []  # kept lines after the first dropped one
     dropped = False
     with path.open("r+b") as file:
         for line in iter(lambda: file.readline(LONGEST), b""):
@@ -55,7 +54,7 @@ def truncate_after(path: Path, step: int) -> None:
             else:
                 end += len(line)
         if not later:
-            os.ftruncate(file.fileno(), end)  # needs no room, which a full disk does not have
+            os.ftruncate(file.fileno(), end)  # works on a full disk
             return
         file.seek(0)
         beginning = file.read(end)
@@ -67,14 +66,14 @@ class RowReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.position = 0  # bytes that were read
-        self._last = b""  # the line before the position
+        self.position = 0  # bytes read so far
+        self._last = b""  # the last line read
 
     def read(self, most: int = 1000) -> list[dict[str, Any]] | None:
-        """The next rows, at most `most`; [] if there is none yet.
+        """Reads the next rows, at most `most`; [] if there is none yet.
 
-        None: lines that were read were removed since, by a rollback. Then the last one that was
-        read is absent or another one, because each line has its time.
+        Returns None if a rollback has removed lines that were read. It notices this because the
+        last line read is absent or different: each line has its time.
         """
         rows: list[dict[str, Any]] = []
         if not self.path.exists():
@@ -90,10 +89,10 @@ class RowReader:
                 if not line:
                     break
                 if not line.endswith(b"\n") and len(line) < LONGEST:
-                    break  # it is being written
+                    break  # the line is still being written
                 self.position += len(line)
                 self._last = line
-                # A damaged line has no number of a step either
+                # Skip damaged lines
                 with contextlib.suppress(ValueError, RecursionError):
                     row = json.loads(line)
                     if isinstance(row, dict) and isinstance(row.get("step"), int):

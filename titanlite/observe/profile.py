@@ -1,7 +1,7 @@
-"""Profiles of a few steps with the PyTorch profiler.
+"""Records a few steps with the PyTorch profiler.
 
-What it is: by the schedule of [profiling], or when a file named PROFILE appears in the run's
-folder, the processes in `profiling.ranks` record some steps, after warmup steps that are not kept.
+What it is: on the schedule of [profiling], or when a file named PROFILE appears in the run's
+folder, the processes in `profiling.ranks` record some steps, after warmup steps that are dropped.
 Each writes into `traces/`, with N the last recorded step:
 
     step-N-rank-R.json.gz            the trace, for https://ui.perfetto.dev or chrome://tracing
@@ -42,19 +42,19 @@ class Profiler:
     """Records steps on this process if it is one of `profiling.ranks`."""
 
     def __init__(self, config: ProfilingConfig, folder: Path, progress: Progress) -> None:
-        """`folder`: of the run. Raises ConfigError if `profiling.ranks` names no ranks."""
+        """`folder`: the run's folder. Raises ConfigError if `profiling.ranks` names no ranks."""
         self.config = config
         self.folder = folder / "traces"
         self.rank = dist.get_rank()
         self.progress = progress
         self.records = self.rank in parse_ranks(config.ranks, dist.get_world_size())
         self.memory = config.memory and torch.cuda.is_available()
-        self._trace: profile | None = None  # on the ranks that record
+        self._trace: profile | None = None  # set on the ranks that record
         self._remaining = 0  # steps until the recording ends; the same on all ranks
 
     def step(self, requested: bool, last: bool) -> None:
-        """All processes call it after each step, with the same request; `last`: no step follows,
-        so no recording begins.
+        """Starts, advances or ends a recording. All processes call it after each step, with the
+        same request; `last`: no step follows, so no recording begins.
         """
         recording = self._remaining > 0
         if not (self.config.enabled or requested or recording):
@@ -76,7 +76,7 @@ class Profiler:
             self._start(num_steps)
 
     def _start(self, num_steps: int) -> None:
-        """Begins to record `num_steps` steps, warmup included."""
+        """Starts recording `num_steps` steps, warmup included."""
         step = self.progress.step
         first = step + self.config.warmup_steps + 1
         end = step + num_steps
@@ -100,7 +100,7 @@ class Profiler:
         self._trace.start()
 
     def close(self) -> None:
-        """Ends a recording, also an incomplete one, which writes its files."""
+        """Ends a recording, even an incomplete one, and writes its files."""
         if self._trace is not None:
             self._trace.stop()
             self._trace = None
@@ -109,7 +109,7 @@ class Profiler:
         self._remaining = 0
 
     def _write(self, trace: profile) -> None:
-        """Writes the files of a recording. An error costs the recording, not the run."""
+        """Writes the files of a recording. An error loses the recording, but not the run."""
         stem = self.folder / f"step-{self.progress.step}-rank-{self.rank}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -120,14 +120,14 @@ class Profiler:
             Path(f"{stem}.collectives.json").write_text(flight_recorder())
             if self.memory:
                 dump_memory_history(f"{stem}.memory.pickle")
-        except Exception as error:  # of the disk, or of torch: other ranks wait for this one
+        except Exception as error:  # disk or torch; other ranks wait for this one
             logger.warning("no trace of step %d: %s", self.progress.step, error)
             return
         logger.info("wrote the trace %s.json.gz, and a summary %s.txt", stem, stem.name)
 
 
 def parse_ranks(text: str, world_size: int) -> set[int]:
-    """The ranks in `profiling.ranks`: all, or numbers with commas between them.
+    """Parses `profiling.ranks`: all, or numbers with commas between them.
 
     Raises ConfigError.
     """

@@ -1,8 +1,8 @@
-"""The ranks compared: which one is slowest, and which one needs the most memory.
+"""Compares ranks: finds the slowest, and the one that needs the most memory.
 
-What it is: each rank's seconds of work per step, without the time in which it waited for others,
-and its peak memory. All ranks take equally long for a step, because each waits for the slowest;
-only the time without waits differs. A warning names a rank that is clearly slower than the median
+What it is: each rank's seconds of work per step, without the time spent waiting for others, and its
+peak memory. All ranks take equally long for a step, because each waits for the slowest; only the
+time without waits differs. A warning names a rank that is clearly slower than the median
 in three logged steps in a row. Causes are a throttled or shared device, slow storage, or a layout
 that gives ranks different work, such as unequal stages of a pipeline.
 What it costs: one all-reduce of 16 bytes per rank, in logged steps.
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 logger = logging.getLogger("titanlite")
 
-# A rank is slow if its work takes longer than that of the median rank by both of these
+# A rank is slow if its work exceeds the median rank's by both this factor and these seconds
 RATIO = 1.2
 SECONDS = 0.001
 IN_A_ROW = 3  # logged steps
@@ -32,12 +32,15 @@ class Ranks:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._slowest = -1  # in the last logged step
+        self._slowest = -1  # slowest rank of the last logged step
         self._in_a_row = 0
         self._silent_until = 0.0
 
     def columns(self, work: float, memory: float) -> dict[str, Any]:
-        """`work` in seconds per step, `memory` in GiB. All ranks call it together."""
+        """Returns the columns of a logged step. All ranks call it together.
+
+        `work`: seconds per step; `memory`: GiB.
+        """
         table = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64)
         table[dist.get_rank()] = torch.tensor([work, memory], dtype=torch.float64)
         if len(table) > 1:
@@ -56,7 +59,7 @@ class Ranks:
         return row
 
     def warn_of_slow_rank(self, rank: int, seconds: float, median: float) -> None:
-        """On rank 0, if the same rank was slow several times."""
+        """Warns on rank 0 if the same rank was slow several times in a row."""
         slow = seconds > RATIO * median and seconds > median + SECONDS
         if not slow:
             self._in_a_row = 0

@@ -1,4 +1,4 @@
-"""What a run says of itself at its start and at its end.
+"""Logs the messages at the start and the end of a run.
 
 What it is: at the start the model, the layout and the batch, with the settings that have no effect;
 at the end where the results are, a sample of text, and commands to go on with.
@@ -86,7 +86,7 @@ def log_start(
 
 
 def _attention(config: Config, llama: LlamaConfig, mesh: Mesh, device: torch.device) -> str:
-    """How attention is computed, in words."""
+    """Describes how attention is computed."""
     places = []
     if config.data.document_mask:
         places.append("documents")
@@ -103,9 +103,9 @@ def _attention(config: Config, llama: LlamaConfig, mesh: Mesh, device: torch.dev
 def attention_kernel(
     config: LlamaConfig, seq_len: int, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """The kernel for a model of this shape on whole sequences in training.
+    """Names the kernel for a model of this shape on whole sequences in training.
 
-    cudnn, flash, efficient or math.
+    It is cudnn, flash, efficient or math.
     """
     if device.type == "mps":
         return "math"
@@ -124,8 +124,8 @@ def attention_kernel(
 def log_end(config: Config, script: Path, step: int, texts: list[str]) -> int:
     """Logs how the run ended, and returns its exit code.
 
-    Of a finished run: where the results are, a sample, and what to try next. `script`: the program
-    that has trained; `texts`: the latest samples.
+    For a finished run it logs where the results are, a sample, and what to try next. `script`: the
+    program that has trained; `texts`: the latest samples.
     """
     if step < config.training.steps:
         logger.info(
@@ -150,8 +150,8 @@ def log_end(config: Config, script: Path, step: int, texts: list[str]) -> int:
 
 
 def _next_commands(config: Config, script: Path, folder: Path, step: int) -> str:
-    """The commands that generate text with the run's model, or talk to it, and that continue the
-    run.
+    """Writes the commands that generate text with the run's model, or chat with it, and that
+    continue the run.
     """
     python = os.path.relpath(sys.executable)
     if shutil.which("python3") == sys.executable:
@@ -179,8 +179,8 @@ def _next_commands(config: Config, script: Path, folder: Path, step: int) -> str
 
 
 def titanlite_command(python: str) -> str:
-    """How a shell in the current folder calls titanlite, without importing modules from a folder of
-    data.
+    """Writes how a shell in the current folder calls titanlite without importing modules from that
+    folder, which may hold data.
     """
     installed = Path(sys.executable).with_name("titanlite")
     if shutil.which("titanlite"):

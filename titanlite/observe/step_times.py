@@ -1,11 +1,11 @@
-"""Step times: where the time of a step goes, from the marks of its phases.
+"""Step times: measures the time of each phase of a step from marks.
 
 What it is: components mark the phases of a step for the watchdog (`mark_phase`). Here each mark
-gets a time: on CPU that of the clock, on CUDA an event in the stream of the computation, which the
-device passes when it has finished what was queued before. `waits.py` adds a mark before and after
-each wait for other ranks. The time between two marks belongs to the phase of the first, so the
-phases of a step add up to the step. The columns of a logged step are means per step since the last
-logged step; docs/measures.md describes them.
+gets a time: on CPU from the clock, on CUDA by an event in the computation's stream, which the
+device passes when it has finished the work queued before it. `waits.py` adds a mark before and
+after each wait for other ranks. The time between two marks belongs to the phase of the first, so
+the phases of a step add up to the step. The columns of a logged step are means per step since the
+last logged step; docs/measures.md describes them.
 Why it is here: tokens per second show that a run is slow. The phases show the cause: data,
 communication, one rank.
 What it costs: a mark takes under a microsecond on CPU, and on CUDA the recording of an event; the
@@ -25,19 +25,19 @@ from titanlite.observe.memory import memory_columns, peak_memory_gib
 from titanlite.observe.ranks import Ranks
 from titanlite.runtime.phases import Phase, add_listener, remove_listener
 
-PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")  # of a step
-BESIDE = ("validation", "checkpoint", "pause")  # between two steps
-# Beyond these, marks that the device has passed are added up before the next logged step
+PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")  # parts of a step
+BESIDE = ("validation", "checkpoint", "pause")  # outside of steps
+# With more marks than this, those that the device has passed are summed before the next log
 MOST_MARKS = 1000
 
 
 class HostClock:
-    """Times of the host, in seconds."""
+    """The host's clock, in seconds."""
 
     now = staticmethod(time.perf_counter)
 
     def in_use(self) -> bool:
-        """Whether what is called now runs in the stream of the computation: on CPU there is no
+        """Whether the current call runs in the computation's stream: always, since a CPU has no
         other.
         """
         return True
@@ -53,7 +53,7 @@ class HostClock:
 
 
 class EventClock:
-    """Events in the stream that computes; they are used again after `release`."""
+    """CUDA events in the computation's stream as a clock; `release` allows their reuse."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -66,9 +66,9 @@ class EventClock:
         return event
 
     def in_use(self) -> bool:
-        """Whether what is called now runs in the stream of the computation.
+        """Whether the current call runs in the computation's stream.
 
-        FSDP communicates in others.
+        FSDP communicates in other streams.
         """
         return torch.cuda.current_stream(self.device) == self.stream
 
@@ -86,15 +86,15 @@ class EventClock:
 
 
 class Window:
-    """The time between two logged steps: seconds of each phase, and of each step without what is
-    beside it.
+    """The time between two logged steps: seconds of each part, and of each step without the
+    parts outside of steps.
     """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys((*PARTS, *BESIDE), 0.0)
-        # The first one begins with the window, and includes the end of the logging before it
+        # The first step begins with the window, and includes the end of the log call before it
         self.steps = [0.0]
-        self.begun = 0  # steps
+        self.begun = 0  # steps begun
 
     def begin_step(self) -> None:
         if self.begun:
@@ -107,7 +107,7 @@ class Window:
             self.steps[-1] += seconds
 
     def columns(self) -> dict[str, float]:
-        """Per step, or for what is beside the steps in total."""
+        """Returns seconds per step; for the parts outside of steps, total seconds."""
         count = self.begun
         ordered = sorted(self.steps)
 
@@ -125,20 +125,20 @@ class Window:
 
     @property
     def work(self) -> float:
-        """Seconds per step in which this rank did not wait for others."""
+        """Returns the seconds per step in which this rank did not wait for others."""
         return sum(self.seconds[part] for part in PARTS if part != "communication") / self.begun
 
 
 class Mark(NamedTuple):
     """A time at which a phase, a wait, or the rest of a phase after a wait begins."""
 
-    part: str  # to which the time until the next mark is booked
+    part: str  # gets the time until the next mark
     phase: Phase | None  # None: a wait begins or ends
-    time: Any  # the clock's
+    time: Any  # a value of the clock
 
 
 class StepTimes:
-    """Gets the marks of this process from its construction on; without `metrics.step_times` none.
+    """Collects this process's marks from now on; without `metrics.step_times` none.
 
     One per process; all ranks construct it together. Waits for other ranks are marked after
     `time_waits` (`waits.py`).
@@ -151,35 +151,35 @@ class StepTimes:
         self.clock: HostClock | EventClock = HostClock()
         if device.type == "cuda":
             self.clock = EventClock(device)
-        self.window = Window()  # the one that the last START_TIMING has ended
-        self._next = self.window  # the one after it
-        self._marks: list[Mark] = []  # not added up yet
-        self._last: Mark | None = None  # that is added up
+        self.window = Window()  # ended by the last START_TIMING
+        self._next = self.window  # the window after it
+        self._marks: list[Mark] = []  # marks not added up yet
+        self._last: Mark | None = None  # the last mark added up
         self._part = "other"
         self._waiting = False
-        self._first = True  # window of this process, which compiles and so is left out
+        self._first = True  # whether in the first window, which compiles and is left out
         if enabled:
             add_listener(self.mark)
 
     def close(self) -> None:
-        """No mark is recorded from now on."""
+        """Stops recording marks."""
         if self.enabled:
             remove_listener(self.mark)
 
     def mark(self, phase: Phase) -> None:
-        """A phase begins."""
+        """Records that a phase begins."""
         self._part = phase.part
         self._marks.append(Mark(phase.part, phase, self.clock.now()))
         if phase is Phase.READ_DATA and len(self._marks) > MOST_MARKS:
             self._add_up(wait=False)
 
     def begin_wait(self) -> bool:
-        """A wait for other ranks begins. False if it does not delay a step: then it is not
-        recorded.
+        """Records that a wait for other ranks begins. Returns False, and records nothing, if the
+        wait does not delay a step.
 
-        That is so in validation and saving, within another wait, in a stream beside the
-        computation, and in threads of this program but the main one, as of asynchronous saving.
-        Autograd's threads are not started by Python.
+        These waits delay no step: in validation and saving, within another wait, in a stream
+        beside the computation's, and in Python threads other than the main one, as that of
+        asynchronous saving. Autograd's threads count, because Python does not start them.
         """
         started_here = type(threading.current_thread()) is threading.Thread
         if started_here or self._waiting or self._part in BESIDE or not self.clock.in_use():
@@ -189,12 +189,12 @@ class StepTimes:
         return True
 
     def end_wait(self) -> None:
-        """The wait is over: the phase in which it began continues."""
+        """Records that the wait is over: the phase in which it began continues."""
         self._marks.append(Mark(self._part, None, self.clock.now()))
         self._waiting = False
 
     def _add_up(self, wait: bool) -> None:
-        """Adds up the time between marks; without `wait` only between those that the device has
+        """Adds up the time between marks; without `wait` only between marks that the device has
         passed.
         """
         num_passed = 0
@@ -215,10 +215,10 @@ class StepTimes:
         del self._marks[:num_passed]
 
     def columns(self) -> dict[str, Any]:
-        """The columns of a logged step, means since the last one.
+        """Returns the columns of a logged step, as means since the last one.
 
-        None in the first call, and if no step has begun since the last one. All ranks call it
-        together.
+        There are none in the first call, or if no step has begun since the last one. All ranks call
+        it together.
         """
         if not self.enabled:
             return {}

@@ -1,9 +1,10 @@
-"""Loss on held-out text, of each source by itself.
+"""Validation: the loss on held-out text, for each source separately.
 
 What it is: the loss summed over all ranks, divided by the number of targets of all ranks, so each
-token counts once in any division into batches. Bits per byte is the same sum in bits, per byte of
-text, comparable across tokenizers. Only a text that is shorter than a sequence is packed here, so
-these losses do not depend on `data.packing`; on `data.document_mask` they do. With several sources,
+token counts once in any division into batches. Bits per byte is the same sum in bits, divided by
+the bytes of text, so it is comparable across tokenizers. Only a text that is shorter than a
+sequence is packed here, so these losses do not depend on `data.packing`, but they do depend on
+`data.document_mask`. With several sources,
 the mean of their losses, weighted by `data.sources` as training is, decides which checkpoints
 `checkpoint.keep_best` keeps.
 What it costs: a third of a training step per token.
@@ -32,21 +33,21 @@ from titanlite.runtime.phases import Phase, mark_phase
 
 
 class Sums(NamedTuple):
-    """Over all ranks and all sequences of a text."""
+    """Sums over all ranks and all sequences of a text."""
 
     loss: float
     num_targets: int
-    num_bytes: int  # that the targets encode
+    num_bytes: int  # bytes that the targets encode
 
 
 class Evaluates(Protocol):
-    """What it calls of the `Stages`."""
+    """The method of `Stages` that validation calls."""
 
     def evaluate(self, batch: Batch) -> Tensor: ...
 
 
 class Validator:
-    """Validates, and logs the result through `metrics`; with `validation.freq = 0` never."""
+    """Validates and logs the result through `metrics`; does nothing with `validation.freq = 0`."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Validator:
     def run(self, requests: Requests) -> float | None:
         """Validates and logs the result; returns the loss.
 
-        None without validation, and if the run is to stop.
+        Returns None without validation, and if the run is to stop.
         """
         if not self.windows:
             return None
@@ -119,10 +120,10 @@ class Validator:
         return mean
 
     def run_average(self, requests: Requests) -> None:
-        """Logs the loss of the averaged weights, which stand in the model now, as `ema_loss`.
+        """Logs `ema_loss`, the loss of the averaged weights, which are now in the model.
 
-        It has its own row, after that of the weights. Which checkpoints are kept is decided by the
-        loss of the weights. Nothing is logged if the run is to stop.
+        It has its own row, after the row of the weights' loss, which alone decides about
+        `keep_best`. Nothing is logged if the run is to stop.
         """
         row: dict[str, Any] = {"step": self.metrics.progress.step}
         for name, windows in self.windows.items():
@@ -135,10 +136,10 @@ class Validator:
         self.metrics.write(row)
 
     def sums(self, windows: Windows | PackedRows, requests: Requests) -> Sums | None:
-        """The sums over a text; None if a signal has arrived on any rank."""
+        """Computes the sums over a text; returns None if a signal has arrived on any rank."""
         device = self.metrics.device
         loss = torch.zeros((), dtype=sum_dtype(device), device=device)
-        counts = torch.zeros(2, dtype=torch.int64)  # targets, and the bytes that they encode
+        counts = torch.zeros(2, dtype=torch.int64)  # targets, bytes that they encode
         for batch in validation_batches(windows, self.config.samples, self.stream):
             mark_phase(Phase.VALIDATE)
             if requests.agree_to_stop():

@@ -1,7 +1,7 @@
-"""Waits for other ranks: where communication is not hidden behind computation.
+"""Times the waits for other ranks, where communication is not hidden behind computation.
 
-What it is: `time_waits` puts two calls around each wait of this process for a collective or a
-message:
+What it is: `time_waits` puts a call before and a call after each wait of this process for a
+collective or a message:
     `Work.wait`            FSDP, messages of a pipeline, and the collectives of `torch.distributed`
     `wait_tensor`          functional collectives, which DTensor uses; an operator in C++, also
                            called by compiled blocks. It gets a kernel in Python that calls the
@@ -10,7 +10,7 @@ On CUDA waiting means that the stream of the computation waits for another strea
     `Stream.wait_event`    FSDP communicates in its own streams
     collectives            those that are not asynchronous run in the stream of the computation,
                            without a wait
-    `shard_dim_alltoall`   of Ulysses, an operator that waits in C++
+    `shard_dim_alltoall`   Ulysses, an operator that waits in C++
 `Stream.wait_stream`, with which `to_device.py` waits for batches, is not among them.
 Why it is here: torch has no hook for it, and a profiler slows the steps that it records.
 What it costs: two marks (`step_times.py`) per wait, and for `wait_tensor` a call from C++ to
@@ -49,19 +49,19 @@ _libraries: list[torch.library.Library] = []
 
 
 class TimesWaits(Protocol):
-    """What marks the waits: `StepTimes`."""
+    """The methods of `StepTimes` that mark the waits."""
 
     enabled: bool
 
     def begin_wait(self) -> bool:
-        """A wait begins. Returns whether it is recorded."""
+        """Records that a wait begins. Returns whether it is recorded."""
 
     def end_wait(self) -> None:
-        """A recorded wait ends."""
+        """Records that a recorded wait ends."""
 
 
 def time_waits(times: TimesWaits, device: torch.device) -> None:
-    """Has `times` mark each wait of this process for other ranks, from now on.
+    """Makes `times` mark each wait of this process for other ranks, from now on.
 
     This replaces functions of torch. Nothing is replaced if `times` is off, or if there is one
     process.
@@ -83,7 +83,7 @@ def time_waits(times: TimesWaits, device: torch.device) -> None:
 def timed(
     function: Callable[P, T], begin: Callable[[], bool], end: Callable[[], None]
 ) -> Callable[P, T]:
-    """The function between `begin` and `end`."""
+    """Wraps a function: calls `begin` before and `end` after it."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -100,8 +100,8 @@ def timed(
 def time_operator(
     operator: OpOverload, begin: Callable[[], bool], end: Callable[[], None], device: torch.device
 ) -> None:
-    """Registers a kernel for tensors of this device that calls the one before between `begin` and
-    `end`.
+    """Registers a kernel for tensors of this device that calls the previous one between `begin`
+    and `end`.
     """
     key = device.type.upper()
     kernel = timed(functools.partial(call_kernel, operator), begin, end)
@@ -111,9 +111,9 @@ def time_operator(
 
 
 def time_streams(stream: Any, begin: Callable[[], bool], end: Callable[[], None]) -> None:
-    """Times when the current stream waits for an event.
+    """Times the waits of the current stream for an event.
 
-    `stream`: the class; its `wait_stream` calls `wait_event`.
+    `stream`: the class, whose `wait_stream` calls `wait_event`.
     """
     original = stream.wait_event
     timed_wait = timed(original, begin, end)

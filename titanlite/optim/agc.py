@@ -1,16 +1,16 @@
-"""Adaptive gradient clipping: each unit's gradient, relative to the unit's weights.
+"""Adaptive gradient clipping: limits each unit's gradient relative to the unit's weights.
 
-What it is: a unit is a row of a matrix, the weights of one output (of the embedding: one token), or
-a whole vector.
+What it is: a unit is a row of a matrix (the weights of one output, or in the embedding of one
+token), or a whole vector.
 A gradient g of a unit with weights w is scaled so that |g| <= factor * max(|w|, 1e-3) in the 2-norm
 (NFNets, arXiv 2102.06171, section 4). The floor of 1e-3 lets weights that begin at zero grow.
 The last layer is excluded, as in the paper: the output projection, and so a tied embedding.
-Why it is here: a global norm scales all gradients by the largest; here a layer with a bad gradient
-is clipped alone.
+Why it is here: clipping by the global norm shrinks all gradients if one is large; here a layer with
+a bad gradient is clipped alone.
 What it costs: each process reads its gradients and weights once, and writes the gradients. FSDP
-shards matrices by rows, so a rank has whole units; where it has parts of them, squares are summed:
-of the rows of wo and w2 over tp, of the norms' weights over dp_shard and cp. That is one all-reduce
-per axis, of 8 bytes for each of these units.
+shards matrices by rows, so a rank has whole units. Where units are cut, their sums of squares are
+all-reduced: rows of wo and w2 over tp, weights of norms over dp_shard and cp. This takes one
+all-reduce per axis, of 8 bytes for each of these units.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from titanlite.distributed.dtensor import local_gradient, local_part
 from titanlite.model.llama import Llama
 
 EPS = 1e-3
-Axis = tuple[dist.ProcessGroup, str]  # its ranks divide units; the device type of its collectives
+Axis = tuple[dist.ProcessGroup, str]  # group whose ranks hold parts of units, device type
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def clip_units(parts: Sequence[Llama], factor: float) -> None:
         # a gradient of 0 stays 0
         scale = (factor * weight_norm.clamp(min=EPS) / gradient_norm).clamp(max=1.0)
         if gradient.ndim == 2:
-            scale = scale[:, None]  # of rows
+            scale = scale[:, None]  # one per row
         gradient.mul_(scale)
 
 
@@ -64,7 +64,7 @@ def _sum_over_ranks(tensors: list[Tensor], group: dist.ProcessGroup, device_type
 
 
 def _clipped_parameters(part: Llama) -> list[nn.Parameter]:
-    """The parameters that have a gradient and are not the last layer's."""
+    """Lists the parameters that have a gradient, without those of the last layer."""
     last = "output"
     if part.config.tied_embeddings:
         last = "tok_embeddings"
@@ -76,18 +76,18 @@ def _clipped_parameters(part: Llama) -> list[nn.Parameter]:
 
 
 def _squares(tensor: Tensor) -> Tensor:
-    """The sum of squares of what this process has of each unit, fp32.
+    """Sums the squares of this process's part of each unit, in fp32.
 
-    (rows,) of a matrix, (1,) of a vector.
+    Returns (rows,) for a matrix, (1,) for a vector.
     """
     units = tensor if tensor.ndim == 2 else tensor[None]
     return torch.linalg.vector_norm(units, dim=1, dtype=torch.float32).square()
 
 
 def _axes_within_units(parameter: Tensor) -> list[Axis]:
-    """The mesh axes whose ranks hold different parts of one unit.
+    """Lists the mesh axes whose ranks hold different parts of one unit.
 
-    They shard the columns of a matrix, or a vector.
+    These axes shard the columns of a matrix, or a vector.
     """
     if not isinstance(parameter, DTensor):
         return []

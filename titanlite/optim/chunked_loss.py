@@ -1,4 +1,4 @@
-"""Output projection and cross entropy together, for one chunk of tokens at a time.
+"""Computes output projection and cross entropy together, one chunk of tokens at a time.
 
 What it is: logits are V numbers for each token, by far the largest tensor of a step. Here the model
 returns hidden states (`parallel/deferred_output.py`). For one chunk of tokens after the other, the
@@ -30,16 +30,16 @@ class OutputWeight(Protocol):
 
     @property
     def projection(self) -> Tensor:
-        """(V, D), or this rank's rows of it as a DTensor."""
+        """Returns the matrix (V, D), or this rank's rows of it as a DTensor."""
 
 
 class ChunkedLoss:
-    """Hidden states (B, S/tp, D) and labels (B, S) -> the summed loss, equal on all ranks of tp."""
+    """The summed loss of hidden states (B, S/tp, D) and labels (B, S), equal on all ranks of tp."""
 
     def __init__(
         self, output: OutputWeight, num_chunks: int, loss: SummedLoss, mesh: DeviceMesh
     ) -> None:
-        """`loss`: of logits (B, S, V/tp) and labels; `mesh`: the tp axis."""
+        """`loss`: the function of logits (B, S, V/tp) and labels; `mesh`: the tp axis."""
         self.output = output
         self.num_chunks = num_chunks
         self.loss = loss
@@ -50,8 +50,8 @@ class ChunkedLoss:
         if self.mesh.size() > 1:
             sharded = DTensor.from_local(hidden, self.mesh, [Shard(1)])
             gathered = sharded.redistribute(placements=[Replicate()])
-            # Each rank has the logits of its part of the vocabulary, so its gradient of `hidden`
-            # is one term of a sum.
+            # Each rank has logits for its part of the vocabulary, so its gradient of `hidden` is
+            # one term of a sum.
             hidden = gathered.to_local(grad_placements=[Partial()])  # (B, S, D)
             assert isinstance(weight, DTensor)
             weight = weight.to_local()  # (V/tp, D)
@@ -61,7 +61,7 @@ class ChunkedLoss:
 def chunked_cross_entropy_sum(
     hidden: Tensor, weight: Tensor, labels: Tensor, num_chunks: int, loss: SummedLoss
 ) -> Tensor:
-    """`loss(hidden @ weight.T, labels)` without holding all logits at once.
+    """Computes `loss(hidden @ weight.T, labels)` without holding all logits at once.
 
     hidden (B, S, D), weight (V, D), labels (B, S); `loss` must be a sum over tokens.
     """
@@ -76,12 +76,12 @@ def chunked_cross_entropy_sum(
 
 
 def token_chunks(values: Tensor, num_chunks: int) -> tuple[Tensor, ...]:
-    """(B, S, ...) -> at most `num_chunks` tensors (1, tokens, ...)."""
+    """Splits (B, S, ...) into at most `num_chunks` tensors (1, tokens, ...)."""
     return values.flatten(0, 1)[None].chunk(num_chunks, dim=1)
 
 
 class _Chunked(torch.autograd.Function):
-    """Computes the gradients in the forward; the backward multiplies them by its factor."""
+    """Computes the gradients in the forward; the backward multiplies them by the factor it gets."""
 
     @staticmethod
     def forward(
@@ -91,17 +91,17 @@ class _Chunked(torch.autograd.Function):
         to_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)  # gradients
         projection = weight.detach()
         to_weight = None
-        if ctx.needs_input_grad[1]:  # not if it is frozen
+        if ctx.needs_input_grad[1]:  # false if it is frozen
             to_weight = torch.zeros_like(weight, dtype=torch.float32)  # bfloat16 rounds each sum
         chunks = zip(
             token_chunks(hidden.detach(), num_chunks),
             token_chunks(labels, num_chunks),
-            token_chunks(to_hidden, num_chunks),  # views: written here
+            token_chunks(to_hidden, num_chunks),  # views, which `_one_chunk` fills
             strict=True,
         )
         for x, y, gradient in chunks:
             total += _one_chunk(x, projection, y, loss, gradient[0], to_weight)
-        # In float16 its sum is not scaled yet, and could overflow
+        # A float16 weight keeps the fp32 sum: it is not scaled yet, and could overflow
         if to_weight is not None and weight.dtype != torch.float16:
             to_weight = to_weight.to(weight.dtype)
         ctx.save_for_backward(to_hidden, to_weight)
@@ -123,10 +123,10 @@ def _one_chunk(
     to_x: Tensor,
     to_weight: Tensor | None,
 ) -> Tensor:
-    """The loss of x (1, n, D) and labels (1, n). Writes the gradient of `x` to `to_x` (n, D), and
-    adds that of `weight` (V, D) to `to_weight`, in fp32.
+    """Returns the loss of x (1, n, D) and labels (1, n); writes the gradient of `x` to `to_x` (n,
+    D), and adds that of `weight` (V, D) to `to_weight`, in fp32.
 
-    A function, so that the logits are freed before those of the next chunk are computed.
+    It is a function so that the logits are freed before those of the next chunk are computed.
     """
     with torch.enable_grad():
         logits = F.linear(x.requires_grad_(), weight)
@@ -137,7 +137,7 @@ def _one_chunk(
     to_logits = to_logits[0]  # (n, V)
     torch.mm(to_logits, weight, out=to_x)
     if to_weight is not None and x.is_cuda and x.dtype != torch.float32:
-        # Added before it is rounded, without a tensor for the product
+        # Adds the product before it is rounded, and needs no tensor for it
         torch.addmm(to_weight, to_logits.T, x[0], out_dtype=torch.float32, out=to_weight)
     elif to_weight is not None:
         to_weight += to_logits.T @ x[0]

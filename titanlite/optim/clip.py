@@ -1,14 +1,14 @@
-"""Clipping gradients to a global norm.
+"""Clips gradients to a global norm.
 
 What it is: the 2-norm over *all* gradients of all processes, and the scaling of gradients to at
 most `max_norm` (arXiv 1211.5063). The norm returned is the one before clipping. Each process sums
 the squares of its gradients. A gradient that n processes hold (replicas; norms under tensor
 parallelism; a tied embedding under pipeline parallelism) counts 1/n on each of them, so one
 all-reduce over all processes is correct in every layout.
-Why it is here: `torch.nn.utils.get_total_norm` depends on how tensors are cut: on CPU, torch 2.13
-adds the squares one after the other in fp32, with an error of 9e-6 for a million numbers and 4e-4
-for ten million. Here long sums of squares are in float64, and the norm is the same on any number of
-processes to 1e-8.
+Why it is here: the result of `torch.nn.utils.get_total_norm` depends on how tensors are cut: on
+CPU, torch 2.13 adds the squares one after the other in fp32, with an error of 9e-6 for a million
+numbers and 4e-4 for ten million. Here long sums of squares are in float64, and the norm is the same
+on any number of processes to 1e-8.
 What it costs: each process reads its gradients once, and a second time to scale them; one
 all-reduce of 8 bytes.
 """
@@ -51,12 +51,12 @@ def clip_grad_norm(
     shared_params: Collection[Tensor] = (),
     agc_factor: float = 0.0,
 ) -> Tensor:
-    """Scales the parts' gradients in place (not if `max_norm` is 0) and returns their global norm
-    before the scaling.
+    """Scales the parts' gradients in place (unless `max_norm` is 0), and returns their global norm
+    before scaling.
 
     The norm is an fp32 scalar that stays on the device: reading it waits for the device, so the
     caller decides when. `shared_params`: parameters that two pipeline stages hold; `agc_factor`: if
-    not 0, that of `agc.py`, instead of `max_norm`.
+    not 0, clip by `agc.py` with this factor instead of by `max_norm`.
     """
     mark_phase(Phase.UPDATE)
     parameters = []
@@ -79,10 +79,10 @@ def clip_grad_norm(
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiplies the gradients of those that have one, in place, by an fp32 scalar.
+    """Multiplies all gradients in place by an fp32 scalar.
 
-    Few kernels on CUDA, where the factor is rounded to the dtype of the gradient: the kernel for
-    one tensor and a factor of another dtype rounds it too, but there is one per tensor.
+    It groups tensors by dtype and device, so that CUDA needs few kernels. There the factor is
+    rounded to the gradient's dtype, as a kernel for a single tensor would do too.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
@@ -90,7 +90,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
             gradient = local_gradient(parameter)
             groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), gradients in groups.items():
-        own_factor = factor.to(device)  # the CPU, with parallel.cpu_offload
+        own_factor = factor.to(device)  # with parallel.cpu_offload, the CPU
         if device.type == "cuda":
             own_factor = own_factor.to(dtype)
         foreach_mul_(gradients, own_factor)

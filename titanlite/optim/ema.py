@@ -5,8 +5,8 @@ What it is: an fp32 copy of the parameters that follows them: after each optimiz
     average += (1 - d_t) (weights - average),    d_t = min(decay, (1 + t) / (10 + t))
 
 where t counts the steps since the average began, as a copy of the weights. The growing d_t is that
-of TensorFlow's `ExponentialMovingAverage(num_updates=)`: the first weights have a share of 6e-5
-after 10 steps. With a constant `decay` they would have decay^t, which at 0.999 is 37% after 1,000
+of TensorFlow's `ExponentialMovingAverage(num_updates=)`: after 10 steps the initial weights have a
+share of 6e-5. With a constant `decay` the share would be decay^t, which at 0.999 is 37% after 1,000
 steps.
 Why it is here: averaged weights have the loss of a lower learning rate without its slower progress
 (arXiv 1803.05407, 2306.03241), so a run can be judged, and its weights used, before the learning
@@ -33,9 +33,9 @@ from titanlite.optim.found_inf import found_inf_of
 
 
 class WeightEMA:
-    """The average, by parameter name; without `ema.decay` there is none, and no state.
+    """The average, by parameter name; without `ema.decay` it is empty and has no state.
 
-    Stateful: its values and the number of steps that it has followed.
+    Stateful: the state is the values and the number of steps followed.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class WeightEMA:
         self.names: list[str] = []
         self.parameters: list[Tensor] = []
         self.averages: list[Tensor] = []
-        self.started = False  # with weights of this run, or with an average from a checkpoint
-        self.steps = 0  # followed so far
+        self.started = False  # whether it has weights of this run, or an average from a checkpoint
+        self.steps = 0  # steps followed so far
         if self.enabled:
             for part in parts:
                 for name, parameter in part.named_parameters():
@@ -66,13 +66,13 @@ class WeightEMA:
                     self.averages.append(average)
 
     def start(self) -> None:
-        """Begins with the present weights, unless a checkpoint had an average."""
+        """Copies the present weights, unless a checkpoint had an average."""
         if not self.started:
             self.reset()
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Begins with the present weights: also those of a checkpoint that has no average."""
+        """Copies the present weights, as after loading a checkpoint without an average."""
         self.started = True
         self.steps = 0
         for average, weights in self._shards():
@@ -91,22 +91,22 @@ class WeightEMA:
         self.started = True
         self.steps = int(state["steps"])
         for name, average in zip(self.names, self.averages, strict=True):
-            # Also into a second copy of a tied embedding, which has the same name
+            # Two pipeline stages' copies of a tied embedding have the same name: both are set
             average.copy_(state[name])
 
     def _shards(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's part of each average and of its parameter.
+        """Pairs this rank's part of each average with the parameter's.
 
-        Looked up again in each step, because FSDP may have replaced a parameter's memory.
+        It looks them up in each step, because FSDP may have replaced a parameter's memory.
         """
         pairs = zip(self.averages, self.parameters, strict=True)
         return [(local_part(average), local_part(parameter)) for average, parameter in pairs]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Follows the weights, after an optimizer step.
+        """Moves the average towards the weights, after an optimizer step.
 
-        If its update was withheld on the device (`found_inf` is 1), the average stays as it is.
+        If the update was withheld on the device (`found_inf` is 1), the average stays as it is.
         """
         if not self.enabled:
             return
@@ -118,7 +118,7 @@ class WeightEMA:
             averages = [average for average, _ in shards]
             foreach_lerp_(averages, [weights for _, weights in shards], share)
             return
-        # The share of this step on each device: parallel.cpu_offload has weights in CPU memory
+        # This step's share 1 - d_t on each device: parallel.cpu_offload has weights in CPU memory
         shares: dict[torch.device, Any] = {}
         for average, weights in shards:
             device = average.device
@@ -132,8 +132,8 @@ class WeightEMA:
     def in_place_of_weights(self) -> Iterator[None]:
         """A context in which the model computes with the averaged weights.
 
-        Afterwards all is bit-equal to before. fp32 weights are exchanged with the average and take
-        no memory; a copy is made of weights in other dtypes.
+        Afterwards everything is bit-equal to before. fp32 weights are exchanged with the average,
+        which takes no memory; weights in other dtypes are copied.
         """
         copies = self._exchange([])
         try:
@@ -147,7 +147,7 @@ class WeightEMA:
         for part in self.parts:
             for module in part.modules():
                 if isinstance(module, FSDPModule):
-                    # What is still gathered would be computed with instead of the shards
+                    # Reshard first: a unit that is still gathered would ignore the exchanged shards
                     module.reshard()
         made: list[Tensor] = []
         remaining = iter(copies)

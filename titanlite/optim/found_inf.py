@@ -1,10 +1,10 @@
-"""Withholding an update on the device, by the protocol of torch.amp.GradScaler.
+"""Withholds an update on the device, by the protocol of torch.amp.GradScaler.
 
 What it is: where the scalar `optimizer.found_inf` is 1, `optimizer.step()` changes neither
 parameters nor its state.
 Why it is here: float16's loss scale and the guard against bad steps decide on the device, and both
-set it.
-What it costs: nothing but a scalar. With `parallel.cpu_offload` the host waits for the decision,
+set this flag.
+What it costs: one scalar. With `parallel.cpu_offload` the host waits for the decision,
 because the update is computed on the CPU.
 """
 
@@ -17,15 +17,15 @@ from titanlite.runtime.errors import ConfigError
 
 
 def withhold(optimizer: torch.optim.Optimizer, flag: Tensor) -> None:
-    """The next update is withheld if the scalar `flag` is true."""
+    """Withholds the next update if the scalar `flag` is true."""
     parameter = optimizer.param_groups[0]["params"][0]
-    # The optimizer would copy it to the parameters' device too, but not wait: a CPU would read it
-    # before it is there.
+    # The optimizer copies the flag to the parameters' device too, but does not wait: a CPU would
+    # read it before it has arrived.
     set_found_inf(optimizer, flag.float().to(parameter.device))
 
 
 def found_inf_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """The flag of the next update, a scalar on the device; None if no one has set it."""
+    """Returns the flag of the next update, a scalar on the device; None if it is not set."""
     found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
     return found_inf
 

@@ -8,8 +8,8 @@ batches of their mean losses equals the mean over all targets only if all have e
 Counts differ where labels are ignored: at the ends of documents with `data.document_mask`, in the
 padding of packed rows, in prompts, and in the last batch of validation. The sum divided by the
 global count is exact in all cases, over ranks and over gradient accumulation.
-What it costs: at its peak three times 4 B S V bytes: the logits in fp32, their log-softmax and the
-gradient; `chunked_loss.py` needs a part of that.
+What it costs: at the peak three times 4 B S V bytes: the logits in fp32, their log-softmax and the
+gradient; `chunked_loss.py` needs only a part of that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SummedLoss = Callable[[Tensor, Tensor], Tensor]  # logits (B, S, V), labels (B, 
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Scalar fp32: sum of -log p(label) over the labels that are not IGNORED (-100).
+    """Sums -log p(label) over the labels that are not IGNORED (-100), as an fp32 scalar.
 
     logits (B, S, V), labels (B, S).
     """

@@ -6,14 +6,13 @@ before clipping (arXiv 1710.03740). If the norm of all gradients is not finite, 
 withheld and the scale is halved; after `training.loss_scale_growth` good steps in a row it is
 doubled. The scale is a power of two, so multiplying and dividing by it rounds nothing.
 Why it is here: the largest scale that does not overflow changes during training. Scaling cannot
-help if the forward overflows; then the scale falls to 1, and the step is a bad one, as in any other
-dtype (`stability.py`).
+help if the forward overflows; then the scale falls to 1, and the step counts as bad, as in any
+other dtype (`stability.py`).
 What it costs: one pass over the gradients, to divide them. Nothing is read by the host: scale,
 decision and counts stay on the device, and are the same on all ranks because the norm is that of
 the whole gradient.
-What stays fp32: parameters, gradients and their sums over ranks, moments, RoPE, the loss, and
-within their kernels the norms, softmax and the sums of matrix products. The residual stream is
-float16.
+What stays fp32: parameters, gradients and their sums over ranks, moments, RoPE and the loss; and,
+inside kernels, norms, softmax and the sums of matrix products. The residual stream is float16.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ HIGHEST = 2.0**24
 class LossScale:
     """The scale of a run in float16; in other dtypes it is 1, never changes, and has no state.
 
-    Stateful: the scale, good steps since it was last changed, and the number of withheld updates.
+    Stateful: the state is the scale, the good steps since its last change, and the number of
+    withheld updates.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LossScale:
         self.reset()
 
     def reset(self) -> None:
-        """Back to the state at the beginning of a run."""
+        """Restores the state at the beginning of a run."""
         self.scale = torch.tensor(self.first, dtype=torch.float32, device=self.device)
         self.good_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -87,7 +87,7 @@ class LossScale:
             return
         overflow = ~grad_norm.isfinite()
         withhold(self.optimizer, overflow)
-        # New tensors, not changed ones: an asynchronous save may still be reading the old ones.
+        # Assign new tensors: an asynchronous save may still be reading the old ones.
         self.tolerated = overflow & (self.scale > LOWEST)
         self.skipped = self.skipped + overflow
         good_steps = torch.where(overflow, 0, self.good_steps + 1)
@@ -97,8 +97,7 @@ class LossScale:
         self.good_steps = torch.where(grows, 0, good_steps)
 
     def columns(self) -> dict[str, Any]:
-        """Columns of a logged step: the scale of the next step, and how many updates were withheld
-        so far.
+        """Returns columns of a logged step: the next step's scale, and the updates withheld so far.
 
         Waits for the device.
         """

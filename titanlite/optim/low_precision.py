@@ -1,5 +1,4 @@
-"""AdamW whose moments have another dtype than the parameters: bfloat16 on one side, fp32 on the
-other.
+"""AdamW for moments and parameters of different dtypes: one bfloat16, the other fp32.
 
 What it is: the update of torch.optim.AdamW (arXiv 1711.05101), computed in fp32. Between steps,
 moments and parameters are stored in their own dtypes.
@@ -10,9 +9,9 @@ gradients) another 4. Every step rounds. A moment changes by several per cent in
 it to 8 significant bits matters little; with beta2 above 0.99 the change of the second moment would
 be lost in rounding. An update smaller than 1/512 to 1/256 of a parameter (depending on its
 mantissa) is lost, which matters most for small learning rates. Time: a dozen operations for each 32
-million numbers, of several kernels each; the fused AdamW needs one pass. Where updates can be
-withheld (`found_inf.py`), copies of 32 million weights and moments, and three kernels more for each
-parameter.
+million numbers, of several kernels each; the fused AdamW needs one pass. If updates can be withheld
+(`found_inf.py`), it also needs copies of 32 million weights and moments, and three more kernels for
+each parameter.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ CHUNK_NUMEL = 1 << 25  # numbers whose fp32 copies are in memory at a time
 
 
 class Piece(NamedTuple):
-    """What is updated at a time: tensors of one or more parameters, or a part of one."""
+    """The tensors of one update: those of one or more parameters, or a part of one's."""
 
     weights: list[Tensor]
     averages: list[Tensor]  # first moments
@@ -42,7 +41,7 @@ class Piece(NamedTuple):
 class LowPrecisionAdamW(torch.optim.Optimizer):
     """AdamW with moments in `dtype` and parameters in any dtype.
 
-    Its state has the names of torch.optim.AdamW's.
+    Its state has the same keys as torch.optim.AdamW's.
     """
 
     honours_found_inf = True  # see found_inf.py
@@ -62,7 +61,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        found_inf = found_inf_of(self)  # on the device; 1: change nothing
+        found_inf = found_inf_of(self)  # a scalar on the device; 1: change nothing
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
@@ -91,8 +90,8 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
     def _step_unless(
         self, found_inf: Tensor, group: dict[str, Any], parameters: list[Tensor]
     ) -> None:
-        """One step, which changes nothing where the scalar `found_inf` is 1; no host sync."""
-        for parameter in parameters:  # the number of updates is known only on the device
+        """Takes a step that changes nothing if the scalar `found_inf` is 1; no host sync."""
+        for parameter in parameters:  # only the device knows the number of updates
             state = self.state[parameter]
             state["step"] = state["step"].to(found_inf.device)
         counts = [self.state[parameter]["step"] for parameter in parameters]
@@ -101,7 +100,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             _update_unless(found_inf > 0, piece, counts[0].double(), group)
 
     def _pieces(self, parameters: list[Tensor]) -> Iterator[Piece]:
-        """Pieces of up to CHUNK_NUMEL numbers."""
+        """Yields pieces of up to CHUNK_NUMEL numbers."""
         piece = Piece([], [], [], [])
         count = 0
         for parameter in parameters:
@@ -118,7 +117,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             yield piece
 
     def _split(self, parameter: Tensor) -> list[tuple[Tensor, ...]]:
-        """Weight, moments and gradient of a parameter, in parts of up to CHUNK_NUMEL numbers."""
+        """Splits weight, moments and gradient into parts of up to CHUNK_NUMEL numbers."""
         state = self.state[parameter]
         local = [
             local_part(tensor) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])
@@ -131,9 +130,9 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
 
 def _update(piece: Piece, steps: float | Tensor, group: dict[str, Any]) -> None:
-    """One AdamW update, in place. `steps`: a float, or a float64 scalar on the device."""
+    """Makes one AdamW update in place. `steps`: a float, or a float64 scalar on the device."""
     beta1, beta2 = group["betas"]
-    # In fp32: copies of tensors in other dtypes, else the tensors themselves
+    # `float` copies tensors of other dtypes, and returns fp32 tensors themselves
     w, m, v, g = ([tensor.float() for tensor in tensors] for tensors in piece)
     torch_private.foreach_lerp_(m, g, 1 - beta1)
     torch_private.foreach_mul_(v, beta2)
@@ -142,19 +141,20 @@ def _update(piece: Piece, steps: float | Tensor, group: dict[str, Any]) -> None:
     torch_private.foreach_div_(divisor, (1 - beta2**steps) ** 0.5)
     torch_private.foreach_add_(divisor, group["eps"])
     torch_private.foreach_mul_(w, 1 - group["lr"] * group["weight_decay"])
-    if isinstance(steps, Tensor):  # the factor must be a number, which would have to be read
+    # addcdiv takes a Python number as its factor: the host would wait to read it from `steps`
+    if isinstance(steps, Tensor):
         torch_private.foreach_mul_(divisor, 1 - beta1**steps)
         torch_private.foreach_addcdiv_(w, m, divisor, -group["lr"])
     else:
         torch_private.foreach_addcdiv_(w, m, divisor, -group["lr"] / (1 - beta1**steps))
     stored = (piece.weights, piece.averages, piece.squares)
     for tensors, computed in zip(stored, (w, m, v), strict=True):
-        if tensors[0].dtype != torch.float32:  # otherwise they are the same tensors
+        if tensors[0].dtype != torch.float32:  # fp32 tensors were updated in place
             torch_private.foreach_copy_(tensors, computed)
 
 
 def _update_unless(withheld: Tensor, piece: Piece, steps: Tensor, group: dict[str, Any]) -> None:
-    """One AdamW update, which changes nothing where the scalar `withheld` is true; no host sync."""
+    """Makes an AdamW update that changes nothing if the scalar `withheld` is true; no host sync."""
     stored = (piece.weights, piece.averages, piece.squares)
     weights, averages, squares = ([tensor.clone() for tensor in tensors] for tensors in stored)
     _update(Piece(weights, averages, squares, piece.gradients), steps, group)

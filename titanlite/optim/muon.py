@@ -14,10 +14,10 @@ product of the iteration communicates, every rank computes every matrix, always 
 does not know `found_inf`.
 
 How it is divided: the iteration needs whole matrices. Matrices of one shape are taken in groups,
-one for each rank that shares them (dp_replicate, dp_shard, cp, tp). An all-to-all over each axis
-turns a rank's parts of a group into one whole matrix. The rank orthogonalises it, and the same
-all-to-alls in reverse return the parts. So all layouts compute the same, and differ in who computes
-which matrix.
+with one matrix for each rank that shares them (dp_replicate, dp_shard, cp, tp). An all-to-all over
+each axis turns a rank's parts of a group into one whole matrix. The rank orthogonalises it, and the
+same all-to-alls in reverse return the parts. So all layouts compute the same; only which rank
+computes which matrix differs.
 
     4 matrices of 4096 x 4096, dp_shard = 4: rank 2 holds rows 2048 to 3071 of each. It sends
     1024 x 4096 numbers to each other rank and gets matrix 2. After the iteration it sends their
@@ -26,8 +26,8 @@ which matrix.
 What it costs: 4 bytes of state per parameter (fp32), half of AdamW's. The iteration of a matrix
 with sides s <= l computes 20 s^2 l + 10 s^3 FLOPs on one rank. Each mesh axis of k ranks that
 shards the matrices adds two all-to-alls, together 2 e N/k (k-1)/k bytes per rank, for N parameters
-in matrices and e bytes per number (4, or 2 in bfloat16). Over dp_replicate there is only the
-second, an all-gather. gloo has no all-to-all: DTensor gathers and cuts instead. Memory: three
+in matrices and e bytes per number (4, or 2 in bfloat16). Over dp_replicate only the way back is
+needed, an all-gather. gloo has no all-to-all: DTensor gathers and cuts instead. Memory: three
 matrices, and their parts.
 """
 
@@ -57,22 +57,22 @@ class Axis(NamedTuple):
     """A mesh axis whose ranks share matrices (n, rows, columns)."""
 
     mesh: DeviceMesh  # one-dimensional
-    placement: Placement  # of the stacked matrices: how a rank's part is sharded over the axis
-    rows: int  # of the part of a matrix that the ranks along the axis share
+    placement: Placement  # how the axis shards the stacked matrices
+    rows: int  # rows of the part of a matrix that the ranks along the axis share
     columns: int
 
 
 class Muon(torch.optim.Optimizer):
     """Muon over some parameter groups, and another optimizer over the others."""
 
-    honours_found_inf = True  # see found_inf.py; the other optimizer does so too
+    honours_found_inf = True  # see found_inf.py; the other optimizer honours it too
 
     def __init__(
         self, matrices: list[dict[str, Any]], others: torch.optim.Optimizer, config: OptimizerConfig
     ) -> None:
         """`matrices`: parameter groups of matrices.
 
-        The groups and the state of `others` become part of this one.
+        The groups and the state of the optimizer `others` become part of this one.
         """
         self.config = config
         self.others = others
@@ -93,7 +93,7 @@ class Muon(torch.optim.Optimizer):
     def _update(
         self, matrices: list[Tensor], group: dict[str, Any], found_inf: Tensor | None
     ) -> None:
-        """One step of matrices with the same shape and placement."""
+        """Updates matrices that have the same shape and placement."""
         momentum = self.config.muon_momentum
         updates = []
         for matrix in matrices:
@@ -117,20 +117,20 @@ class Muon(torch.optim.Optimizer):
             _assign(weight, new, found_inf)
 
     def _orthogonalize(self, updates: list[Tensor], like: Tensor) -> Tensor:
-        """This rank's parts of n matrices, sharded like `like` -> those of the orthogonal ones.
+        """Orthogonalizes n matrices, of which each rank has the parts `updates`, sharded as `like`.
 
-        (n, this rank's rows, this rank's columns).
+        Returns this rank's parts, (n, this rank's rows, this rank's columns).
         """
         device_type = like.device.type
         if isinstance(like, DTensor):
-            device_type = like.device_mesh.device_type  # not the CPU of parallel.cpu_offload
+            device_type = like.device_mesh.device_type  # the GPU, also with parallel.cpu_offload
         name = self.config.muon_dtype
         if name == "auto":
             name = "bfloat16" if device_type == "cuda" else "float32"
 
         parts = torch.stack(updates).to(device_type, getattr(torch, name))
         axes = _axes(like)
-        shapes = []  # of the parts before each axis' all-to-all
+        shapes = []  # shape of `parts` before each all-to-all
         for axis in axes:
             shapes.append(parts.shape)
             whole = (len(parts), axis.rows, axis.columns)
@@ -146,9 +146,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Each of these (n, rows, columns) with singular values between 0.7 and 1.2, in its dtype.
+    """Sets the singular values of each matrix (n, rows, columns) to between 0.7 and 1.2.
 
-    A singular value below 1e-3 of the norm stays smaller.
+    The dtype stays. A singular value below 1e-3 of the norm stays smaller than 0.7.
     """
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
@@ -156,15 +156,15 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     if x.numel():
         a, b, c = COEFFICIENTS
         for _ in range(STEPS):
-            gram = x @ x.mT  # of the shorter side
+            gram = x @ x.mT  # as large as the shorter side
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
 def _scale(shape: torch.Size, kind: str) -> float:
-    """The factor of the learning rate.
+    """Computes the factor of the learning rate.
 
-    With singular values of 1 a matrix has numbers of the size 1 / sqrt(max(rows, columns)).
+    If all singular values are 1, a matrix has numbers of the size 1 / sqrt(max(rows, columns)).
     """
     rows, columns = shape
     if kind == "adamw":
@@ -173,9 +173,9 @@ def _scale(shape: torch.Size, kind: str) -> float:
 
 
 def _alike(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups of parameters with a gradient that have the same shape and placement.
+    """Groups parameters with a gradient by shape and placement.
 
-    A group has at most one for each rank that shares them.
+    A group has at most one parameter for each rank that shares them.
     """
     alike: dict[object, list[Tensor]] = {}
     for parameter in parameters:
@@ -194,10 +194,10 @@ def _alike(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _axes(matrix: Tensor) -> list[Axis]:
-    """The axes of a matrix's mesh, outermost first; those of one rank are left out.
+    """Lists the axes of a matrix's mesh, outermost first, without those of one rank.
 
-    tp divides a matrix first, so for dp_shard the sizes are those of tp's part, which makes both
-    divisions plain ones.
+    tp divides a matrix first, so the sizes for dp_shard are those of tp's part: then both divisions
+    are plain shards.
     """
     if not isinstance(matrix, DTensor):
         return []
@@ -205,7 +205,7 @@ def _axes(matrix: Tensor) -> list[Axis]:
     axes: list[Axis] = []
     for i in reversed(range(matrix.device_mesh.ndim)):
         mesh = _axis_mesh(matrix.device_mesh, i)
-        # A Shard's, or that of FSDP's shard of what tp has sharded
+        # The dimension of a Shard, or of the _StridedShard with which FSDP shards tp's part
         dim = getattr(matrix.placements[i], "dim", None)
         placement = Replicate() if dim is None else Shard(dim + 1)
         axes.append(Axis(mesh, placement, sizes[0], sizes[1]))
@@ -218,7 +218,7 @@ def _axes(matrix: Tensor) -> list[Axis]:
 
 @functools.cache
 def _axis_mesh(mesh: DeviceMesh, i: int) -> DeviceMesh:
-    """Axis i of a mesh. Cached: indexing a DeviceMesh creates a new object."""
+    """Returns axis i of a mesh. Cached, because indexing a DeviceMesh creates a new object."""
     names = mesh.mesh_dim_names
     return mesh if mesh.ndim == 1 or names is None else mesh[names[i]]
 
@@ -226,7 +226,7 @@ def _axis_mesh(mesh: DeviceMesh, i: int) -> DeviceMesh:
 def _redistribute(
     part: Tensor, mesh: DeviceMesh, shape: tuple[int, ...], old: Placement, new: Placement
 ) -> Tensor:
-    """This rank's part of a tensor (n, rows, columns), with another placement."""
+    """Changes the placement of a tensor (n, rows, columns); returns this rank's new part."""
     if not shape[0]:
         return part.new_empty(shape)
     stride = (shape[1] * shape[2], shape[2], 1)

@@ -1,4 +1,4 @@
-"""`parallel.optimizer_offload`: the optimizer's state in CPU memory, the computation on the GPU.
+"""`parallel.optimizer_offload`: keeps the optimizer's state in CPU memory, computes on the GPU.
 
 What it is: between steps the moments are in pinned CPU memory. `step` takes a few parameters at a
 time: their moments are copied to the GPU, the optimizer updates these parameters, and the moments
@@ -9,8 +9,8 @@ step. ZeRO-Offload (arXiv 2101.06840) computes the update on the CPU instead: th
 much, but needs a second copy of the parameters and an optimizer for CPUs. `parallel.cpu_offload`
 moves everything, parameters too.
 What it costs: for AdamW in fp32, 8 bytes per parameter are copied in each direction in every step,
-however large its batch is: docs/precision.md compares that with the computation. On the GPU 8 bytes
-for each of the PIECE_NUMEL parameters at a time, or for the parameters of the largest tensor.
+for any batch size: docs/precision.md compares that with the computation. GPU memory: 8 bytes for
+each of PIECE_NUMEL parameters, or for the parameters of the largest tensor.
 Copies and updates are in one stream, so they do not overlap, and the host does not wait; before it
 reads the state, to save it, it waits for the device (`Metrics.paused`). torch's allocator of pinned
 memory rounds each tensor up to a power of two.
@@ -33,12 +33,12 @@ ParameterGroup = dict[str, Any]  # as in torch.optim
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """`inner`, with its state in CPU memory.
+    """Wraps the optimizer `inner` and keeps its state in CPU memory.
 
-    It shares the parameter groups; hooks are those of this object.
+    Both share the parameter groups. Register hooks on this object.
     """
 
-    honours_found_inf = True  # see found_inf.py; the inner optimizer does so
+    honours_found_inf = True  # see found_inf.py; the inner optimizer honours it
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, {})
@@ -49,7 +49,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         set_found_inf(self.inner, found_inf_of(self))
         for groups in pieces(self.param_groups):
             parameters = [parameter for group in groups for parameter in group["params"]]
-            # For this call the inner optimizer has these parameters alone
+            # In this call the inner optimizer sees only these parameters
             self.inner.param_groups = groups
             self.inner.state = defaultdict(dict)
             for parameter in parameters:
@@ -80,7 +80,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def pieces(groups: list[ParameterGroup]) -> Iterator[list[ParameterGroup]]:
-    """The groups, each time with parameters of up to PIECE_NUMEL numbers, or with one parameter."""
+    """Splits the groups: each piece has up to PIECE_NUMEL numbers, or a single parameter."""
     piece: list[ParameterGroup] = []
     count = 0
     for group in groups:
@@ -102,9 +102,9 @@ def pieces(groups: list[ParameterGroup]) -> Iterator[list[ParameterGroup]]:
 
 
 def _on_device(state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
-    """A copy on the parameter's device; scalars stay where they are.
+    """Copies a state to the parameter's device; scalars stay where they are.
 
-    Also on a CPU, so that what is tested there is what runs on a GPU.
+    It copies on a CPU too, so that tests there run the same code as a GPU.
     """
     copies = dict(state)
     for name, value in state.items():

@@ -4,7 +4,7 @@ What it is: torch.optim.AdamW (arXiv 1711.05101), fused by default; the AdamW of
 if parameters and moments have different dtypes. With `optimizer.name = "muon"` the matrices of the
 blocks belong to `muon.py`.
 What it costs: two fp32 numbers per parameter (the moments); with fp32 parameters and gradients 16
-bytes per parameter in all, with all of them in bfloat16 8, divided by the ranks that shard them.
+bytes per parameter in all, or 8 if all are bfloat16, divided by the ranks that shard them.
 The fused implementation reads and writes them in one pass, and computes in fp32. Weight decay acts
 on all parameters by default, as in torchtitan; `optimizer.decayed = "linear"` excludes norms and
 embeddings, as GPT-2 and nanoGPT do. `optimizer.groups` changes rate and decay by the names of
@@ -27,17 +27,17 @@ from titanlite.optim.muon import Muon
 from titanlite.optim.offload import OffloadedOptimizer
 
 logger = logging.getLogger("titanlite")
-Groups = list[dict[str, Any]]  # of parameters, as torch.optim takes them
+Groups = list[dict[str, Any]]  # torch.optim's parameter groups
 
 
 def build_optimizer(
     parts: Sequence[nn.Module], config: OptimizerConfig, offload: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimizer over the parts of a model; with `offload` its state is in CPU memory.
+    """Builds the optimizer of a model's parts; with `offload` its state is in CPU memory.
 
-    Its parameter groups have the peak learning rate as `peak_lr`.
+    Each parameter group has its peak learning rate as `peak_lr`.
     """
-    matrices: list[tuple[str, Tensor]] = []  # Muon's
+    matrices: list[tuple[str, Tensor]] = []  # for Muon
     others: list[tuple[str, Tensor]] = []
     for part in parts:
         for name, parameter in part.named_parameters():
@@ -57,12 +57,12 @@ def build_optimizer(
 
 
 def _group(parameters: list[tuple[str, Tensor]], config: OptimizerConfig) -> Groups:
-    """One group for each weight decay and learning rate, the highest decay first."""
+    """Makes a group for each pair of weight decay and learning rate, the highest decay first."""
     members: dict[tuple[float, float], list[Tensor]] = {}
     for name, parameter in parameters:
         key = _decay_and_rate(name, parameter, config)
         members.setdefault(key, []).append(parameter)
-    if not parameters:  # a stage without trained ones, or all are Muon's; torch needs a group
+    if not parameters:  # nothing is trained, or Muon has all; torch needs a group
         members[0.0, config.lr] = []
     groups = []
     for decay, rate in sorted(members, reverse=True):
@@ -72,13 +72,13 @@ def _group(parameters: list[tuple[str, Tensor]], config: OptimizerConfig) -> Gro
 
 
 def _decay_and_rate(name: str, parameter: Tensor, config: OptimizerConfig) -> tuple[float, float]:
-    """Weight decay and peak learning rate of a parameter."""
+    """Returns weight decay and peak learning rate of a parameter."""
     is_linear = parameter.ndim == 2 and not name.startswith("tok_embeddings")
     decay = config.weight_decay if is_linear or config.decayed == "all" else 0.0
     rate = config.lr
     for group in config.groups:
-        if fnmatchcase(name, group.pattern):  # the first that matches decides
-            if group.weight_decay >= 0:  # negative: not set
+        if fnmatchcase(name, group.pattern):  # the first match decides
+            if group.weight_decay >= 0:  # negative means not set
                 decay = group.weight_decay
             if group.lr >= 0:
                 rate = group.lr
@@ -93,7 +93,7 @@ def _build_adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimiz
     state_dtype = getattr(torch, config.state_dtype)
     parameters = [parameter for group in groups for parameter in group["params"]]
     dtypes = {state_dtype, *(parameter.dtype for parameter in parameters)}
-    # torch's moments have the dtype of the parameter. Where that is bfloat16, only its fused
+    # torch's moments have the dtype of the parameter. If that is bfloat16, only torch's fused
     # implementation computes in fp32.
     stock = dtypes == {torch.float32} or (len(dtypes) == 1 and implementation == "fused")
 

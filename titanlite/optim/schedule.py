@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def lr_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
-    """Learning rate of step 1, 2, ..., `total_steps` and later, divided by the peak rate."""
+    """Returns the learning rate of step 1, 2, ... divided by the peak rate."""
     shape = config.name
-    begin = max(1, config.warmup_steps)  # the last step of the warmup, with the peak rate
+    begin = max(1, config.warmup_steps)  # last step of the warmup, at the peak rate
     if step <= begin:
         return step / begin
     if shape == "inverse_sqrt":
@@ -34,7 +34,7 @@ def lr_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
         decay_steps = config.decay_steps or round(config.decay_fraction * total_steps)
         shape = config.decay
         begin = max(begin, total_steps - decay_steps)
-    # 0 at the last step with the peak rate, 1 at the last step of the run
+    # 0 at the end of the warmup, 1 at the last step of the run
     progress = min(1.0, max(0.0, (step - begin) / max(1, total_steps - begin)))
     if shape == "constant":
         remaining = 1.0
@@ -59,7 +59,7 @@ class Schedule:
         self.total_steps = total_steps
 
     def set_lr(self, step: int) -> float:
-        """Sets the rates of step 1, 2, ...; returns that of groups without a `peak_lr`."""
+        """Sets the rates of step 1, 2, ...; returns the rate of groups without a `peak_lr`."""
         factor = lr_factor(self.config, step, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = factor * group.get("peak_lr", self.peak_lr)

@@ -1,19 +1,19 @@
-"""Bad steps: recognised on the device, which can then withhold their updates.
+"""Recognises bad steps on the device, which can then withhold their updates.
 
-What it is: before each optimizer step the `Guard` judges the loss of all ranks and the norm of the
-whole gradient. A step is bad if one of them is NaN or infinite, or a spike: with x a loss or a norm
-and X those of the last `window` steps,
+What it is: before each optimizer step the `Guard` judges the loss over all ranks and the norm of
+the whole gradient. A step is bad if one of them is NaN, infinite or a spike: with x a loss or norm
+and X the values of the last `window` steps,
 
     z = (x - median(X)) / (1.4826 MAD(X)),   MAD(X) = median(|X - median(X)|)
 
 and it is a spike if z > threshold.
 
 1.4826 MAD estimates the standard deviation of a normal distribution, and a few outliers do not
-change it. It is taken as at least FLOOR times the median. While a loss falls, X are lowered by the
-slope times their age; otherwise the fall would hide spikes. The slope is the median of the
+change it. Its lower bound is FLOOR times the median. While a loss falls, each value in X is lowered
+by the slope times its age; otherwise the fall would hide spikes. The slope is the median of the
 differences of values half a window apart (Theil 1950, Sen 1968, for some of the pairs); a rise is
-not taken out. Finite values enter the window, also spikes: a new level is adopted once half of the
-window has it. Values that are not finite never enter.
+not corrected. Finite values enter the window, also spikes, so a new level is adopted once half of
+the window has it. Values that are not finite never enter.
 Why it is here: a NaN must not reach the weights, and the host must not wait for the device to find
 one. With the defaults (`action = stop` and no threshold) no step is judged and every update is
 applied: the run ends when a loss or norm that it reads is not finite.
@@ -48,14 +48,14 @@ from titanlite.optim.loss_scale import LossScale
 
 logger = logging.getLogger("titanlite")
 
-FLOOR = 1e-3  # least deviation, as a fraction of the median: equal losses have none
-AHEAD = 8  # steps whose numbers may be on their way to the host
+FLOOR = 1e-3  # lower bound of the deviation over the median: equal losses have deviation 0
+AHEAD = 8  # most steps whose numbers are on their way to the host
 NOT_FINITE = 1.0
 SPIKE = 2.0
 
 
 class Verdict(NamedTuple):
-    """What was decided about a step. Its samples have the numbers `first` to `end - 1`."""
+    """The decision about a step. Its samples have the numbers `first` to `end - 1`."""
 
     step: int
     first: int
@@ -65,7 +65,7 @@ class Verdict(NamedTuple):
     grad_norm: float
     loss_z: float  # NaN without a threshold, and until the window is three quarters full
     grad_norm_z: float
-    # Bad steps up to this one; a step that led to a rollback was taken back, and is not among them
+    # Bad steps up to this one, without steps that were rolled back
     num_bad: int
     num_not_finite: int  # steps in a row, up to this one, that were not finite
 
@@ -86,14 +86,14 @@ class Verdict(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the host has read of a step: see `Guard.read`."""
+    """The numbers of a step that the host has read: see `Guard.read`."""
 
     step: int
-    loss: float  # of all ranks
+    loss: float  # over all ranks
     grad_norm: float
-    overflowed: bool  # float16: the norm is not finite because of the loss scale, now lowered
-    acts_on: Verdict | None  # the bad step on which the run must act, this one or one before it
-    withholds: bool  # the guard is on, and has withheld the updates of all bad steps
+    overflowed: bool  # float16: a too large loss scale made the norm infinite; it is now lower
+    acts_on: Verdict | None  # the bad step that the run must act on: this or an earlier one
+    withholds: bool  # whether the guard is on, and so withheld all bad updates
 
     @property
     def finite(self) -> bool:
@@ -102,7 +102,7 @@ class Outcome(NamedTuple):
 
     @property
     def diverged(self) -> bool:
-        """Whether the run cannot simply go on."""
+        """Whether the run must act: roll back or end."""
         if self.acts_on is not None:
             return True
         harmless = math.isfinite(self.grad_norm) or self.overflowed or self.withholds
@@ -110,7 +110,7 @@ class Outcome(NamedTuple):
 
     @property
     def description(self) -> str:
-        """The bad step, in words."""
+        """Describes the bad step."""
         if self.acts_on is not None:
             return str(self.acts_on)
         return f"step {self.step}: the gradient norm is {self.grad_norm}"
@@ -122,15 +122,15 @@ class Pending(NamedTuple):
     step: int
     first: int
     end: int
-    numbers: Tensor  # of a `Verdict` from `kind` on, (7,)
-    copied: torch.cuda.Event | None  # after which they are in host memory; None: they are
+    numbers: Tensor  # the fields of a `Verdict` from `kind` on, (7,)
+    copied: torch.cuda.Event | None  # set when they are in host memory; None: at once
 
 
 class Guard:
     """Judges each step, and sets `optimizer.found_inf`.
 
     With `stability.action = stop` and no threshold it is off: then it judges nothing and has no
-    state. Stateful: the window and the counts.
+    state. Stateful: the state is the window and the counts.
     """
 
     def __init__(
@@ -149,19 +149,19 @@ class Guard:
         self.optimizer = optimizer
         self.scaler = scaler
         self.device = device
-        self.copies = mesh.degrees["tp"]  # number of ranks that have the same part of the loss
-        self.values = torch.empty(2, config.window, device=device)  # losses and norms; a ring
-        # Values entered; bad steps; not finite in a row
+        self.copies = mesh.degrees["tp"]  # ranks that have the same part of the loss
+        self.values = torch.empty(2, config.window, device=device)  # rings of losses and norms
+        # Values entered, bad steps, steps in a row that were not finite
         self.counts = torch.empty(3, dtype=torch.int64, device=device)
-        self.rollbacks = 0  # of the run, for the metrics
+        self.rollbacks = 0  # rollbacks of the run, for the metrics
         self._slots = torch.empty(AHEAD, 7, dtype=torch.float64, pin_memory=device.type == "cuda")
         self.reset()
 
     def reset(self) -> None:
-        """Back to the state at the beginning of a run."""
-        self.values.zero_()  # not NaN: a checkpoint with NaN counts as bad
+        """Restores the state at the beginning of a run."""
+        self.values.zero_()  # zeros, because a checkpoint that contains NaN counts as bad
         self.counts.zero_()
-        # Whether all updates are withheld, since a step was bad
+        # Whether all updates are withheld because a step was bad
         self._withholding = torch.zeros((), dtype=torch.bool, device=self.device)
         self.pending: deque[Pending] = deque()
         self._latest: Verdict | None = None
@@ -187,7 +187,7 @@ class Guard:
         `optimizer.step()`, and after `scaler.judge`.
 
         `samples`: the numbers of the step's samples; `loss`: this rank's part of the loss;
-        `grad_norm`: of the whole gradient. The last two are scalars on the device.
+        `grad_norm`: the norm of the whole gradient. The last two are scalars on the device.
         """
         if not self.enabled:
             return
@@ -200,7 +200,7 @@ class Guard:
         self.send(step, samples.start, samples.stop, numbers)
 
     def decide(self, step: int, measured: Tensor, overflow: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers of a `Verdict` from `kind` on, (7,), and whether the update is withheld.
+        """Returns a `Verdict`'s fields from `kind` on, (7,), and whether the update is withheld.
 
         `measured`: loss and norm, (2,); `overflow`: whether the gradient is not finite because of
         a loss scale that has been lowered; then the update is withheld in any case. The host does
@@ -218,7 +218,7 @@ class Guard:
             spike = finite & (z > self.config.threshold).any()
         bad = broken | spike
 
-        # Finite values enter the ring, at the place of the oldest ones
+        # Finite values replace the oldest ones in the ring
         place = (entered % self.config.window).expand(2, 1)
         oldest = self.values.gather(1, place)
         self.values.scatter_(1, place, torch.where(finite, measured[:, None], oldest))
@@ -238,7 +238,7 @@ class Guard:
         copied = None
         if self.device.type == "cuda":
             if len(self.pending) == AHEAD:
-                self._read_oldest()  # of a step so long ago that it is complete
+                self._read_oldest()  # this step is AHEAD steps ago, so it is complete
             slot = self._slots[step % AHEAD]
             slot.copy_(numbers, non_blocking=True)
             numbers = slot
@@ -255,7 +255,7 @@ class Guard:
         verdict = Verdict(step, first, end, kind, loss, grad_norm, loss_z, grad_norm_z, *counts)
         self._latest = verdict
         if kind == 0 or self._acts_on is not None:
-            # Updates after the first bad step were withheld in any case
+            # After the first bad step, all updates are withheld: only the first one matters
             return
         if self.config.action != "skip" or verdict.num_not_finite >= self.config.max_skips:
             self._acts_on = verdict
@@ -282,9 +282,9 @@ class Guard:
             self._read_oldest()
 
     def read(self, step: int, loss: Tensor, grad_norm: Tensor) -> Outcome:
-        """The outcome of this step, the same on all ranks. The host waits for the device.
+        """Reads the outcome of this step, the same on all ranks. The host waits for the device.
 
-        `loss`: of all ranks; `grad_norm`: of the whole gradient.
+        `loss`: the loss over all ranks; `grad_norm`: the norm of the whole gradient.
         """
         self._read_all()
         norm = float(grad_norm)
@@ -298,7 +298,7 @@ class Guard:
         )
 
     def columns(self) -> dict[str, Any]:
-        """Columns of a logged step."""
+        """Returns the columns of a logged step."""
         if not self.enabled:
             return {}
         self._read_all()
@@ -311,8 +311,8 @@ class Guard:
 
 
 def robust_z(ring: Tensor, entered: Tensor, now: Tensor) -> Tensor:
-    """z of `now` (n,) for each row of a ring (n, window), as at the top of this file. (n,); no host
-    sync.
+    """Computes z of `now` (n,) for each row of a ring (n, window), as at the top of this file; no
+    host sync.
 
     `entered`: how many numbers were entered so far; the next one goes to entered % window.
     """
@@ -330,7 +330,7 @@ def robust_z(ring: Tensor, entered: Tensor, now: Tensor) -> Tensor:
 
 
 def _median(values: Tensor, count: Tensor) -> Tensor:
-    """The median of each row, (n, 1). torch.nanmedian waits for the device."""
-    ordered = values.sort(dim=1).values  # NaN last
+    """Computes the median of each row, (n, 1); torch.nanmedian would wait for the device."""
+    ordered = values.sort(dim=1).values  # NaNs come last
     middle = torch.stack([(count - 1) // 2, count // 2]).clamp(min=0)
     return ordered.gather(1, middle.expand(len(values), 2)).mean(dim=1, keepdim=True)

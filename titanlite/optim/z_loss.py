@@ -23,7 +23,7 @@ from titanlite.optim.loss import SummedLoss
 
 
 def with_z_loss(loss: SummedLoss, coefficient: float, mesh: DeviceMesh) -> SummedLoss:
-    """`loss` with z-loss where gradients are computed.
+    """Adds z-loss to `loss` where gradients are computed.
 
     `mesh`: the tp axis, over which the vocabulary is sharded.
     """
@@ -40,12 +40,12 @@ def with_z_loss(loss: SummedLoss, coefficient: float, mesh: DeviceMesh) -> Summe
 
 
 def log_partition(logits: Tensor, mesh: DeviceMesh) -> Tensor:
-    """ln(Z) of each token: logits (B, S, V/tp) -> (B, S), whole on all ranks of the axis."""
-    own = torch.logsumexp(logits, dim=-1)  # of this rank's part of the vocabulary
+    """Computes ln(Z) of each token: logits (B, S, V/tp) -> (B, S), equal on all ranks of tp."""
+    own = torch.logsumexp(logits, dim=-1)  # over this rank's part of the vocabulary
     if mesh.size() == 1:
         return own
     parts = DTensor.from_local(own[None], mesh, [Shard(0)])  # globally (tp, B, S)
     gathered = parts.redistribute(placements=[Replicate()])
-    # All ranks compute the same from here on, so a rank's gradient is its own row of the gradient
-    # of `gathered`.
+    # From here on all ranks compute the same, so the gradient of a rank's part is its own row of
+    # the gradient of `gathered`.
     return torch.logsumexp(gathered.to_local(), dim=0)

@@ -13,8 +13,9 @@ Why it is here: activations grow with the batch and the sequence, and can take m
 weights and moments. What it costs, per block and local batch: `none` keeps every intermediate
 result and computes nothing twice; `full` keeps b B S D / (cp tp) bytes (b per number) and adds one
 forward, a third of the step's compute; the other modes lie between these two. Recomputation also
-repeats communication: both modes the all-gathers of tp and cp, and `full` one of tp's two
-reduce-scatters. FSDP sends nothing more, because the backward has the block's weights gathered.
+repeats communication: both `full` and `selective` repeat the all-gathers of tp and cp, and `full`
+repeats one of tp's two reduce-scatters. FSDP sends nothing more, because the backward has gathered
+the block's weights anyway.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ from titanlite.parallel.activation_offload import offload_input
 if TYPE_CHECKING:
     from titanlite.model.llama import Llama
 
-SAVED = {  # by `selective`, in addition to every second operator of MATMULS
+# Operators whose results `selective` keeps, in addition to every second one of MATMULS
+SAVED = {
     *FUSED_ATTENTION,
-    REDUCE_SCATTER,  # of tensor parallel: recomputing it would repeat the communication
-    SHARD_ALL_TO_ALL,  # of Ulysses: likewise
+    REDUCE_SCATTER,  # tensor parallel: recomputing it would repeat the communication
+    SHARD_ALL_TO_ALL,  # Ulysses: likewise
 }
-MATMULS = (torch.ops.aten.mm.default, SCALED_MM)  # the second is that of float8
+MATMULS = (torch.ops.aten.mm.default, SCALED_MM)  # the second multiplies float8
 
 
 def apply_ac(model: Llama, config: RecomputeConfig) -> None:
@@ -66,7 +68,7 @@ def apply_ac(model: Llama, config: RecomputeConfig) -> None:
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of one forward and of its recomputation.
+    """Returns the contexts for one forward and for its recomputation.
 
     Matmuls are counted from zero in each.
     """

@@ -1,15 +1,15 @@
-"""`recompute.offload`: the inputs of recomputed blocks in CPU memory until the backward.
+"""`recompute.offload`: keeps the inputs of recomputed blocks in CPU memory until the backward.
 
 What it is: with `recompute.mode = full` a block keeps only its input, (B, S, D), for the backward.
 Here that is copied to pinned CPU memory in the forward, and back when the backward reaches the
-block, so that no block's activations stay on the GPU between them. It uses the hooks with which
-autograd saves tensors, as torch's `save_on_cpu` does; but only for the block's input, which leaves
-weights and the RoPE table where they are, and without making the host wait.
+block, so that no block's activations stay on the GPU between them. It uses autograd's hooks for
+saved tensors, as torch's `save_on_cpu` does, with two differences: only the block's input moves,
+not weights or the RoPE table, and the host does not wait.
 Why it is here: the inputs of all blocks are what remains of the activations with `full`, and grow
 with depth and sequence.
 What it costs: b B S D bytes per block, local batch and direction (b per number). The copy to the
-CPU has a separate stream, so it overlaps with the block's computation; the copy back is in the
-stream of the computation and delays it. docs/precision.md compares that with the computation.
+CPU has a separate stream, so it overlaps with the block's computation; the copy back runs in the
+computation's stream and delays it. docs/precision.md compares the two times.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Offloaded(NamedTuple):
 
 
 def offload_input(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A forward that `checkpoint` recomputes, with its first argument in CPU memory until then."""
+    """Wraps a forward that `checkpoint` recomputes, and keeps its first argument in CPU memory."""
     return functools.partial(_call, forward)
 
 
 def _call(
     forward: Callable[..., Tensor], x: Tensor, *arguments: object, **options: object
 ) -> Tensor:
-    # Not `x`: the hooks live until the backward, and would keep it
+    # The hooks live until the backward: they must not refer to `x`, or it would stay on the GPU
     address = x.data_ptr()
     device = x.device
 
@@ -47,7 +47,7 @@ def _call(
     def unpack(packed: Tensor | Offloaded) -> Tensor:
         return packed if isinstance(packed, Tensor) else to_device(packed, device)
 
-    # What the block itself saves is handled by hooks of `checkpoint`, which are inside of these.
+    # `checkpoint` sets its own hooks inside these, so these see only what it saves: the input.
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return forward(x, *arguments, **options)
 
@@ -66,7 +66,7 @@ def to_cpu(tensor: Tensor) -> Offloaded:
 
 
 def to_device(offloaded: Offloaded, device: torch.device) -> Tensor:
-    """The tensor on the device again; the host does not wait."""
+    """Copies the tensor back to the device; the host does not wait."""
     if offloaded.complete is not None:
         torch.cuda.current_stream(device).wait_event(offloaded.complete)
     return offloaded.copy.to(device, non_blocking=True)

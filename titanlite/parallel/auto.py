@@ -32,7 +32,7 @@ logger = logging.getLogger("titanlite")
 
 
 def resolve_dtype(config: Config, llama: LlamaConfig, device: torch.device) -> Config:
-    """The config with a dtype for `training.compute_dtype = auto`; all ranks call it together.
+    """Replaces `training.compute_dtype = auto` by a dtype; all ranks call it together.
 
     Raises ConfigError on all ranks if they would compute in different dtypes, or if float16 is
     chosen and does not fit the other settings.
@@ -40,13 +40,13 @@ def resolve_dtype(config: Config, llama: LlamaConfig, device: torch.device) -> C
     compute = compute_dtype(config, llama.dim, device.type)
     require_agreement(compute_dtype=compute)
     if config.training.compute_dtype == "auto" and compute == "float16":
-        require_float16(config)  # `check_layout` could not know
+        require_float16(config)  # `check_layout` saw only `auto`
     training = dataclasses.replace(config.training, compute_dtype=compute)
     return dataclasses.replace(config, training=training)
 
 
 def compute_dtype(config: Config, dim: int, device_type: str) -> str:
-    """The dtype of forward and backward.
+    """Returns the dtype of forward and backward.
 
     `auto` is bfloat16 on CUDA, and on a CPU with bfloat16 instructions, where matrix products then
     take half the time; but not for a narrow model on a CPU, whose casts cost more than that saves
@@ -67,7 +67,7 @@ def compute_dtype(config: Config, dim: int, device_type: str) -> str:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether this CPU has instructions for bfloat16 products that torch uses.
+    """Whether this CPU has bfloat16 matrix instructions that torch uses.
 
     Speed was measured on x86 only.
     """
@@ -88,7 +88,7 @@ def decide_compile(
     reason = reason_not_compiled(config, degrees, llama.dim, device.type)
     compiles = not reason or config.compile.loss == "true"
     if compiles and config.compile.backend == "inductor":
-        # Called for the loss alone too: it raises if there is no compiler
+        # Also called if only the loss is compiled: it raises if there is no compiler
         missing = missing_compiler(config, device.type)
         reason = reason or missing
     if reason and config.compile.enabled == "auto":

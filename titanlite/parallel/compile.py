@@ -45,7 +45,7 @@ VARIANTS = 32
 
 @functools.cache
 def missing_for_inductor(device_type: str) -> str:
-    """What inductor needs on this device and does not find, in words; empty if it can compile.
+    """Describes what inductor needs on this device and does not find; empty if it can compile.
 
     Inductor generates C++ for CPUs. For GPUs it generates Triton kernels, which a small compiled C
     program starts.
@@ -74,16 +74,16 @@ def missing_for_inductor(device_type: str) -> str:
     done = subprocess.run(command, input=b"#include <Python.h>\n", capture_output=True, check=False)
     if done.returncode:
         return f"{program} finds no Python.h (Debian and Ubuntu: apt install python3-dev)"
-    os.environ.update(interpreter.environment())  # inductor starts processes, by `python -c`
+    os.environ.update(interpreter.environment())  # inductor starts `python -c` processes
     if device_type == "cpu" and not interpreter.HAS_SAFE_PATH:
         interpreter.in_root_folder(find_vector_instructions)
     return ""
 
 
 def missing_compiler(config: Config, device_type: str) -> str:
-    """What inductor misses on some rank; empty if it can compile. All ranks call it together.
+    """Describes what inductor lacks on some rank; empty if it can compile.
 
-    Raises ConfigError on all ranks if a setting requires it.
+    All ranks call it together. Raises ConfigError on all ranks if a setting requires a compiler.
     """
     missing = first_message(missing_for_inductor(device_type))
     if not missing:
@@ -107,7 +107,7 @@ def apply_compile(
     model: Llama, backend: str, recompute: RecomputeConfig, async_tp: bool = False
 ) -> None:
     """Replaces each block's forward by its compiled version."""
-    options = OVERLAP_TENSOR_PARALLEL if async_tp else None  # inductor's
+    options = OVERLAP_TENSOR_PARALLEL if async_tp else None  # options of inductor
     set_recompile_limit(VARIANTS)
     set_activation_memory_budget(recompute.budget if recompute.mode == "memory_budget" else 1.0)
     for block in model.layers.values():

@@ -10,14 +10,13 @@ attention a query needs the keys and values of all earlier tokens. There are thr
   "H/cp heads, all tokens", plain attention follows, and another all-to-all restores the first
   layout. cp must divide H and K.
 * `ring` (arXiv 2310.01889): keys and values rotate over the ranks in cp - 1 steps, while each rank
-  attends to those it received before. It is torch's `context_parallel`, used for CUDA only. torch's
-  ring attention does not support grouped-query attention, so keys and values are repeated for each
-  query head.
+  attends to those it received before. This is torch's `context_parallel`, and needs CUDA. It does
+  not support grouped-query attention, so keys and values are repeated for each query head.
 
 A causal mask makes late tokens cost more than early ones. So with all_gather and ring the sequence
 is cut into 2 cp chunks, and rank r holds chunk r (of the first half) and chunk 2 cp - 1 - r (of the
 second half): its queries attend to (r+1) + (2 cp - r) = 2 cp + 1 chunks, the same number for every
-r. With Ulysses each rank attends over the whole sequence, so contiguous parts are balanced too.
+r. With Ulysses each rank attends over the whole sequence, so contiguous parts are balanced anyway.
 
     cp = 2, 8 tokens     rank 0: 0 1 6 7     rank 1: 2 3 4 5
 
@@ -58,13 +57,13 @@ from titanlite.runtime.errors import ConfigError
 if TYPE_CHECKING:
     from titanlite.model.llama import Llama
 
-# Of a tensor (B, heads, S, Dh)
+# Placements of a tensor (B, heads, S, Dh)
 HEAD_SHARD = Shard(1)
 SEQUENCE_SHARD = Shard(2)
 
 
 def local_positions(seq_len: int, mesh: DeviceMesh, method: str) -> Tensor:
-    """The positions of a sequence that this rank holds, int64 (S/cp,)."""
+    """Returns the positions of a sequence that this rank holds, int64 (S/cp,)."""
     size = mesh.size()
     positions = torch.arange(seq_len)
     if method == "ulysses":
@@ -73,7 +72,7 @@ def local_positions(seq_len: int, mesh: DeviceMesh, method: str) -> Tensor:
 
 
 def own_chunks(mesh: DeviceMesh) -> tuple[int, int]:
-    """Which of the 2 cp chunks of a sequence this rank holds: one of each half."""
+    """Returns which of the 2 cp chunks of a sequence this rank holds: one of each half."""
     rank = mesh.get_local_rank()
     size = mesh.size()
     return rank, 2 * size - 1 - rank
@@ -119,7 +118,7 @@ class BatchSharder:
 
     @contextlib.contextmanager
     def shard_batch(self, batch: Batch) -> Iterator[Batch]:
-        """This rank's part (B, S/cp) of a batch (B, S); attention works within this scope only."""
+        """Yields this rank's part (B, S/cp) of a batch (B, S). `ring` works in this context."""
         if self.method == "ring":
             from torch.distributed.tensor.experimental import context_parallel
 
@@ -136,11 +135,11 @@ class BatchSharder:
 
 
 def chunk_masks(seq_len: int, mesh: DeviceMesh) -> list[Mask]:
-    """Masks of the head and of the tail chunk: (S/2cp queries, all keys up to the chunk's last),
-    aligned at the end.
+    """Builds the masks of the head and the tail chunk: (S/2cp queries, all keys up to the chunk's
+    last), aligned at the end.
 
-    A kernel that supports such a mask needs no tensor for it. They are made here, outside of the
-    compiled blocks, because the compiler cannot make them.
+    A kernel that supports such a mask needs no tensor for it. The masks are built outside of the
+    compiled blocks, because the compiler cannot build them.
     """
     chunk = seq_len // (2 * mesh.size())
     return [causal_lower_right(chunk, (index + 1) * chunk) for index in own_chunks(mesh)]
@@ -152,8 +151,8 @@ def document_masks(
     build: Callable[[Tensor, int, int, int], Mask],
     window: int = 0,
 ) -> list[Mask]:
-    """The same for sequences of several documents (B, S), or with a window, by `build`: each query
-    attends to its document only, and to the last `window` positions of it.
+    """Builds the two masks with `build` for sequences of several documents (B, S), or with a
+    window: each query attends to its document only, and to the last `window` positions of it.
     """
     chunk = documents.shape[1] // (2 * mesh.size())
     return [
@@ -169,7 +168,7 @@ def all_gather_attention(
     mesh: DeviceMesh,
     masks: list[Mask],
 ) -> Tensor:
-    """Causal attention of the queries of this rank's head and tail chunk.
+    """Computes causal attention for the queries of this rank's head and tail chunk.
 
     q (B, H, S/cp, Dh), k and v (B, K, S/cp, Dh) -> (B, H, S/cp, Dh). `documents`: the masks of
     `document_masks`, which replace `masks`; or None.
@@ -179,7 +178,7 @@ def all_gather_attention(
     gathered = DTensor.from_local(both, mesh, [Shard(3)]).redistribute(placements=[Replicate()])
     # Each rank attends with its queries only: its gradient of the keys is one term of a sum
     chunks = gathered.to_local(grad_placements=[Partial()]).chunk(2 * size, dim=3)
-    # They are in the order of ranks: 0, 2 cp - 1, 1, 2 cp - 2, ... Where each is in the sequence:
+    # Chunks are in the order of ranks: 0, 2 cp - 1, 1, 2 cp - 2, ... Sort them by position:
     heads = [2 * rank for rank in range(size)]
     tails = [2 * rank + 1 for rank in reversed(range(size))]
     order = heads + tails
@@ -196,7 +195,7 @@ def all_gather_attention(
 def ulysses_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, mesh: DeviceMesh
 ) -> Tensor:
-    """Causal attention of H/cp heads over the whole sequence, with the same shapes."""
+    """Computes causal attention of H/cp heads over the whole sequence; shapes as in all_gather."""
 
     def exchange(x: Tensor, source: Shard, target: Shard) -> Tensor:
         return DTensor.from_local(x, mesh, [source]).redistribute(placements=[target]).to_local()
@@ -208,8 +207,8 @@ def ulysses_attention(
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-    """Plain attention, which `context_parallel` turns into a ring; keys and values are repeated for
-    each query head.
+    """Calls plain attention, which `context_parallel` turns into a ring; repeats keys and values
+    for each query head.
     """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     return attention(q, k, v, causal=True)

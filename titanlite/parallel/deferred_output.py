@@ -1,4 +1,4 @@
-"""Modules that hold a weight and do not use it: another module or the loss does.
+"""Modules that hold a weight which another module or the loss uses.
 
 What it is: parameters keep their names and their modules, while the computation moves elsewhere.
 With `loss.num_chunks` the model returns hidden states, and the loss computes the output projection
@@ -31,14 +31,14 @@ class DeferredOutput(WeightHolder):
     """Replaces the output layer and holds its weight; the loss computes the projection."""
 
     def __init__(self, output: nn.Module) -> None:
-        weight = next(output.parameters(), None)  # none if the output layer is tied
+        weight = next(output.parameters(), None)  # None if the output layer is tied
         super().__init__(weight)
         # In a tuple, so that the embedding is not registered again as a submodule
         self._tied = (output,) if weight is None else ()
 
     @property
     def projection(self) -> Tensor:
-        """(V, D), or this rank's rows of it."""
+        """The output matrix (V, D), or this rank's rows of it."""
         if self._tied:
             weight = self._tied[0].weight
             assert isinstance(weight, Tensor)

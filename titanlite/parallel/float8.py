@@ -66,9 +66,9 @@ class Scaled(NamedTuple):
 def quantize(
     x: Tensor, dtype: torch.dtype, dim: int | None = None, mesh: DeviceMesh | None = None
 ) -> Scaled:
-    """`x` in 8 bits, with one scale, or with one for all numbers along `dim`.
+    """Rounds `x` to 8 bits with one scale, or with one scale for all numbers along `dim`.
 
-    `mesh`: `x` is a part of a tensor whose other parts are on these ranks; they get the same scale.
+    `mesh`: the ranks that hold the other parts of the tensor; all parts get the same scale.
     """
     largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
     if mesh is not None:
@@ -81,30 +81,30 @@ def quantize(
 
 
 class Scaling(NamedTuple):
-    """How a layer is scaled.
+    """How the factors of a layer's products are scaled.
 
     Sides of matrices: M rows of the input, K features of the input, N of the output.
     """
 
     emulate: bool
     rowwise: bool = False
-    mesh: DeviceMesh | None = None  # of tensor parallel
-    cut: str = ""  # the side of the weight (N, K) that is divided over the mesh
+    mesh: DeviceMesh | None = None  # the tp axis
+    cut: str = ""  # "N" or "K": the side of the weight that tp divides
 
     def quantize(self, x: Tensor, dtype: torch.dtype, sides: str, summed: str) -> Scaled:
-        """For a product that sums over the side `summed`; `sides`: those of `x`, as "MK"."""
+        """Rounds `x` with sides `sides` (as "MK") for a product that sums over side `summed`."""
         # One scale covers a row along the summed side, or the whole matrix
         dim = None
         covered = sides
         if self.rowwise:
             dim = sides.index(summed)
             covered = summed
-        divided = self.cut != "" and self.cut in covered  # over ranks, which then agree on it
+        divided = self.cut != "" and self.cut in covered  # then the ranks agree on the scale
         return quantize(x, dtype, dim, self.mesh if divided else None)
 
 
 def scaled_matmul(a: Scaled, b: Scaled, out: torch.dtype, emulate: bool, fast: bool) -> Tensor:
-    """a (M, K) times b (K, N) -> (M, N) of dtype `out`.
+    """Multiplies a (M, K) by b (K, N) -> (M, N) of dtype `out`.
 
     `fast`: the hardware accumulates with fewer bits.
     """
@@ -125,7 +125,7 @@ def scaled_matmul(a: Scaled, b: Scaled, out: torch.dtype, emulate: bool, fast: b
 
 
 class _Float8Linear(torch.autograd.Function):
-    """x (M, K), weight (N, K) -> x weight^T (M, N)"""
+    """The product x (M, K), weight (N, K) -> x weight^T (M, N), in 8 bits."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
@@ -133,7 +133,7 @@ class _Float8Linear(torch.autograd.Function):
         w8 = scaling.quantize(weight, E4M3, "NK", "K")
         # The weight is saved, not its 8-bit copy: FSDP may free the parameter and gather it again
         if scaling.rowwise:
-            ctx.save_for_backward(weight, x)  # which is rounded again, along its other side
+            ctx.save_for_backward(weight, x)  # x is rounded again, along M
         else:
             ctx.save_for_backward(weight, x8.numbers, x8.scale)
         ctx.scaling = scaling
@@ -150,7 +150,7 @@ class _Float8Linear(torch.autograd.Function):
             x8 = scaling.quantize(saved[0], E4M3, "MK", "M")
         else:
             g8 = scaling.quantize(gradient, E5M2, "MN", "N")
-            g8_by_columns = g8  # one scale holds for both products
+            g8_by_columns = g8  # one scale serves both products
             x8 = Scaled(*saved)
         to_x = scaled_matmul(g8, w8, gradient.dtype, scaling.emulate, fast=False)
         to_weight = scaled_matmul(g8_by_columns.t(), x8, weight.dtype, scaling.emulate, fast=False)
@@ -158,7 +158,7 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def float8_linear(x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
-    """x (..., K), weight (N, K) -> (..., N).
+    """Multiplies x (..., K) by weight^T (K, N) -> (..., N) in 8 bits.
 
     The number of rows is padded with zeros to a multiple of 16.
     """
@@ -186,8 +186,8 @@ class Float8Linear(nn.Linear):
             return float8_linear(x, weight, Scaling(self.emulate, self.rowwise))
         mesh = x.device_mesh
         features = Shard(x.ndim - 1)
-        # Of the input's gradient and of the output: where the weight is cut by rows, each rank has
-        # one term of the former; where it is cut by columns, one term of the latter.
+        # Where the weight is cut by rows, each rank has one term of the input's gradient; where it
+        # is cut by columns, one term of the output.
         to_x: Placement = features
         to_out: Placement = Partial()
         cut = "K"
@@ -204,7 +204,7 @@ def apply_float8(model: Llama, config: Float8Config, device_type: str, tp: int =
     """Replaces the class of each linear layer in the blocks that is not skipped; parameters do not
     change.
 
-    `tp`: over how many ranks tensor parallel will divide each layer.
+    `tp`: the number of ranks over which tensor parallel will divide each layer.
     Raises ConfigError if the device does not support float8 products.
     """
     if not config.emulate and (
@@ -213,7 +213,7 @@ def apply_float8(model: Llama, config: Float8Config, device_type: str, tp: int =
         raise ConfigError(
             "float8.enabled = true needs a CUDA device of compute capability 8.9 (L40S, H100) or "
             "later; "
-            "float8.emulate = true computes the same numbers on any, slowly"
+            "float8.emulate = true computes the same numbers on any device, slowly"
         )
     num_converted = 0
     num_skipped = 0
@@ -243,7 +243,7 @@ def apply_float8(model: Llama, config: Float8Config, device_type: str, tp: int =
 
 
 def _sides(name: str, module: nn.Linear, tp: int) -> tuple[int, int]:
-    """(N, K) of a rank's part of the weight."""
+    """Returns (N, K) of a rank's part of the weight."""
     n, k = module.weight.shape
     if name.endswith(CUT_BY_COLUMNS):
         return n, k // tp

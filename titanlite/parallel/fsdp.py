@@ -59,15 +59,15 @@ if TYPE_CHECKING:
 
 
 def fsdp_units(model: Llama) -> list[list[nn.Module]]:
-    """The modules that are gathered together, in forward order.
+    """Lists the modules that are gathered together, in forward order.
 
-    A tied embedding is in none: both ends use it.
+    A tied embedding is in no unit: both ends of the model use it.
     """
     blocks: list[nn.Module] = list(model.layers.values())
     units = [[block] for block in blocks]
     if not model.config.tied_embeddings:
         units = [[model.tok_embeddings], *units, [model.norm, model.output]]
-    # A pipeline stage has no parameters in place of the ends that other stages have
+    # A pipeline stage has an Identity in place of an end that another stage holds
     units = [[module for module in unit if _has_parameters(module)] for unit in units]
     return [unit for unit in units if unit]
 
@@ -117,11 +117,11 @@ def apply_fsdp(
 
 
 def _reshard(config: ParallelConfig, mesh: Mesh, last: bool) -> bool | int:
-    """Whether a unit's weights are sharded again after the forward, or over how many ranks."""
+    """Returns `reshard_after_forward` for fully_shard: whether, or over how many ranks."""
     mode = config.reshard_after_forward
     if mode == "default":
-        # The backward begins with the last unit; and in a pipeline each microbatch would gather the
-        # weights again.
+        # The last unit stays gathered, because the backward begins with it. In a pipeline all stay:
+        # otherwise each microbatch would gather the weights again.
         return not last and mesh["pp"].size() == 1
     if mode.isdecimal():
         return int(mode)
@@ -129,7 +129,7 @@ def _reshard(config: ParallelConfig, mesh: Mesh, last: bool) -> bool | int:
 
 
 def _prefetch(units: list[FSDPModule], depth: int) -> None:
-    """Each unit starts the all-gathers of the next `depth` units, forward and backward.
+    """Makes each unit start the all-gathers of the next `depth` units, forward and backward.
 
     0 keeps FSDP2's default.
     """

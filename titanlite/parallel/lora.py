@@ -1,11 +1,10 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): a frozen model learns by small matrices beside its
-own.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): small trained matrices beside the frozen weights.
 
 What it is: a linear layer with an adapter computes W x + s B A x. W (N, K) is frozen; A (r, K) and
 B (N, r) are trained, with r = `lora.rank` much smaller than N and K. s is alpha / r, or alpha /
 sqrt(r) with `lora.rslora` (arXiv 2312.03732). B begins as zeros, so training begins with the model
-as it was. Afterwards W + s B A is a matrix like W, and the model needs no adapters any more
-(`tools/formats/adapters.py` adds them up).
+as it was. After training, W + s B A can replace W, and the model needs no adapters
+(`tools/formats/adapters.py` computes the sums).
 Why it is here: frozen weights need no gradient and no moments, 4 bytes per parameter in fp32
 instead of 16, and a checkpoint holds only A and B.
 What it costs: r (N + K) parameters for each adapted layer, and their products in the forward and
@@ -71,12 +70,12 @@ class LoRALinear(nn.Linear):
     lora_b: nn.Linear  # (N, r)
     lora_scale: float
     lora_dropout: float
-    # Of the mask: a number from the adapter's name, and the number of x's first feature, which is
-    # not 0 where a rank has a part of the features. A tensor, since blocks that differ in a Python
-    # number would be compiled one by one.
+    # For the dropout mask: a number from the adapter's name, and the index of x's first feature
+    # (not 0 where a rank has a part of the features). The salt is a tensor, because blocks that
+    # differ in a Python number would be compiled one by one.
     lora_salt: Tensor
     lora_first: int
-    # (B, S), of the tokens that are computed now; None: without dropout
+    # (B, S): the keys of the tokens in this forward; None: no dropout
     dropout_keys: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,7 +83,7 @@ class LoRALinear(nn.Linear):
         return super().forward(x) + self.adapter(x)
 
     def adapter(self, x: Tensor) -> Tensor:
-        """s B A x; under tensor parallel this rank's part of it, or its term of the sum."""
+        """Computes s B A x; under tensor parallel this rank's part, or its term of the sum."""
         a = self.lora_a.weight
         b = self.lora_b.weight
         if not isinstance(x, DTensor):
@@ -94,7 +93,7 @@ class LoRALinear(nn.Linear):
         mesh = x.device_mesh
         features = Shard(x.ndim - 1)
         to_out: Placement
-        # The rank's gradients of what is not cut are terms of a sum
+        # The gradient of a factor that is not cut is a sum over ranks: each has one term
         if b.placements[0] == Shard(0):
             whole_x = x.to_local(grad_placements=[Partial()])
             hidden = self.hidden(whole_x, a.to_local(grad_placements=[Partial()]))
@@ -107,7 +106,7 @@ class LoRALinear(nn.Linear):
         return DTensor.from_local(F.linear(hidden, rows), mesh, [to_out], run_check=False)
 
     def hidden(self, x: Tensor, a: Tensor) -> Tensor:
-        """s A d(x), of all features or of this rank's: x (B, S, K), a (r, K) -> (B, S, r)"""
+        """Computes s A d(x) over this rank's features: x (B, S, K), a (r, K) -> (B, S, r)."""
         if self.dropout_keys is None:
             return F.linear(x, a) * self.lora_scale
         mask = dropped(
@@ -118,9 +117,9 @@ class LoRALinear(nn.Linear):
 
 @functools.cache
 def with_adapter(kind: type[nn.Linear]) -> type[nn.Linear]:
-    """A subclass of a kind of linear layer (`nn.Linear`, `Float8Linear`) that adds the adapter.
+    """Derives a class with an adapter from a kind of linear layer (`nn.Linear`, `Float8Linear`).
 
-    The same for all blocks, so they are compiled once.
+    All blocks get the same class, so they are compiled once.
     """
     return type(f"LoRA{kind.__name__}", (LoRALinear, kind), {})
 
@@ -128,8 +127,8 @@ def with_adapter(kind: type[nn.Linear]) -> type[nn.Linear]:
 def apply_lora(model: Llama, config: LoraConfig) -> None:
     """Freezes a part of the model, and adds adapters to its linear layers that `config` names.
 
-    It comes after `apply_float8` and `apply_tp`: an adapter is cut as its layer is. For dropout the
-    blocks need `apply_dropout` too.
+    Call it after `apply_float8` and `apply_tp`: an adapter is cut as its layer is. For dropout,
+    call `apply_dropout` too.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -149,7 +148,7 @@ def draw(
     weight: Tensor,
     generator: torch.Generator,
 ) -> Tensor:
-    """The initial value of an adapter's factor, which fills `weight`; `others` draws the rest.
+    """Fills `weight` with the initial value of an adapter's factor; `others` draws the rest.
 
     As in PEFT, B is zero, and A is uniform with the std 1 / sqrt(3 K).
     """
@@ -163,7 +162,7 @@ def draw(
 
 def add_adapter(layer: nn.Linear, config: LoraConfig, name: str) -> None:
     """Adds the two factors of an adapter to the linear layer of this name, without values yet."""
-    weight = layer.weight  # (N, K), whatever part of it this rank has
+    weight = layer.weight  # (N, K), or this rank's part of it
     features_out, features_in = weight.shape
     linear = functools.partial(nn.Linear, bias=False, device=weight.device, dtype=weight.dtype)
     a = linear(features_in, config.rank)
@@ -186,12 +185,10 @@ def add_adapter(layer: nn.Linear, config: LoraConfig, name: str) -> None:
 
 
 def apply_dropout(model: Llama) -> None:
-    """Makes each block take `dropout_keys` (B, S), one of the model's `block_inputs`, for its
-    adapters.
+    """Makes blocks pass `dropout_keys` (B, S), one of the model's `block_inputs`, to adapters.
 
-    The place of this wrapper: within what a recomputation repeats, since another microbatch may
-    have been computed in the meantime; outside of a compiled graph, which then reads the keys as
-    one of its inputs.
+    The wrapper lies inside what a recomputation repeats, since another microbatch may have been
+    computed in the meantime; and outside of a compiled graph, so that the keys are an input of it.
     """
     for block in model.layers.values():
         adapters = [module for module in block.modules() if isinstance(module, LoRALinear)]
@@ -210,5 +207,5 @@ def _with_keys(
 
 
 def _cut(factor: Tensor, weight: DTensor, placement: Placement) -> nn.Parameter:
-    """A factor as a DTensor on the mesh of the layer's weight."""
+    """Makes a factor a DTensor on the mesh of the layer's weight."""
     return nn.Parameter(distribute_tensor(factor.detach(), weight.device_mesh, [placement]))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 
 def apply_mixed_precision(model: nn.Module, compute: torch.dtype) -> None:
-    """Casts every parameter that has another dtype at its uses.
+    """Makes modules cast each parameter of another dtype where they use it.
 
     All parameters of a Llama are called `weight` or `bias`.
     """
@@ -34,13 +34,13 @@ def apply_mixed_precision(model: nn.Module, compute: torch.dtype) -> None:
 
 @functools.cache
 def _casting(kind: type[nn.Module], compute: torch.dtype) -> type[nn.Module]:
-    """A subclass whose attributes `weight` and `bias` are the cast ones.
+    """Derives a class whose attributes `weight` and `bias` are cast.
 
-    The same for all blocks, so they are compiled once.
+    All blocks get the same class, so they are compiled once.
     """
 
     def weight(self: nn.Module) -> Tensor:
-        # `get_parameter` would find this property
+        # not `get_parameter`, which would call this property again
         parameter = self._parameters["weight"]
         assert parameter is not None
         return parameter.to(compute)

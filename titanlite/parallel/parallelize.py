@@ -1,8 +1,8 @@
 """Turns a plain model into a parallel one: the techniques that are applied, and their order.
 
 What it is: each technique is a function `apply_*` that changes modules in place.
-Why this order: three of its steps are necessary. Left, the required order; right, the error of the
-reverse one in torch 2.13:
+Why this order: three pairs must be in this order. The right column is torch 2.13's error for the
+reverse order:
 
     pipeline before fsdp       "FSDP does not support deepcopy": each stage is made from a copy of
                                the model
@@ -52,10 +52,11 @@ if TYPE_CHECKING:
 def build_model_parts(
     model: Llama, config: Config, mesh: Mesh, device: torch.device, compiled: bool
 ) -> list[Llama]:
-    """This rank's parts of a model, parallelised and with initial weights.
+    """Builds this rank's parts of a model, parallelised and with initial weights.
 
-    One part, or its pipeline stages. `model`: a Llama on the meta device; a rank holds its own
-    part, and one full parameter while that is drawn. `compiled` comes from `decide_compile`.
+    Returns one part, or the rank's pipeline stages. `model`: a Llama on the meta device. A rank
+    allocates its own parts, and one full parameter at a time while that is drawn. `compiled` comes
+    from `decide_compile`.
     """
     mark_phase(Phase.BUILD_MODEL)
     model_parts = split_and_parallelize(model, config, mesh, compiled)
@@ -66,7 +67,7 @@ def build_model_parts(
 
 
 def split_and_parallelize(model: Llama, config: Config, mesh: Mesh, compiled: bool) -> list[Llama]:
-    """The parts of a model on the meta device, parallelised, without memory.
+    """Returns this rank's parts of a model, parallelised, still on the meta device.
 
     Parameters get the dtype `training.param_dtype`. The RoPE table is computed later, in fp32.
     """
@@ -90,7 +91,7 @@ def parallelize(model: Llama, config: Config, mesh: Mesh, compiled: bool) -> Non
     compute = getattr(torch, training.compute_dtype)
     reduce = getattr(torch, training.reduce_dtype)
 
-    # Inside the blocks and at the ends: which layers, and which part of them
+    # Inside the blocks and at the ends: replaces or cuts single layers
     if config.float8.enabled:
         apply_float8(model, config.float8, mesh.device_type, mesh["tp"].size())
     if config.loss.num_chunks > 1:

@@ -66,8 +66,8 @@ Schedule: TypeAlias = PipelineScheduleSingle | PipelineScheduleMulti
 
 
 def split_into_stages(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> list[Llama]:
-    """The stages of a model (on meta) that this rank of the pp axis holds, each a Llama with some
-    of the modules.
+    """Returns the stages that this rank of the pp axis holds, each a Llama (on meta) with some of
+    the modules.
     """
     rank = mesh.get_local_rank()
     size = mesh.size()
@@ -82,7 +82,7 @@ def split_into_stages(model: Llama, config: ParallelConfig, mesh: DeviceMesh) ->
 
 
 def _keep_modules(model: Llama, names: list[str]) -> Llama:
-    """A copy of the model with only these modules; an embedding, norm or output of another stage
+    """Copies the model with only these modules; an embedding, norm or output of another stage
     becomes Identity.
     """
     part = copy.deepcopy(model)
@@ -112,9 +112,7 @@ class Microbatches(NamedTuple):
 def build_pipeline(
     model_parts: list[Llama], loss: SummedLoss, config: Config, mesh: Mesh, device: torch.device
 ) -> Pipeline:
-    """The pipeline of these stages, with the shapes of microbatches after the division by tp and
-    cp.
-    """
+    """Builds the pipeline of these stages; shapes of microbatches are divided by tp and cp."""
     training = config.training
     parallel = config.parallel
     llama = model_parts[0].config
@@ -168,7 +166,7 @@ class Pipeline:
         self.evaluation = self._build_schedule(schedule, self._build_stages())
 
     def _build_stages(self) -> list[PipelineStage]:
-        """torch's stages of this rank; with the shapes given, they do not exchange them."""
+        """Builds torch's stages of this rank, with shapes, so that ranks do not exchange them."""
         shapes = self.microbatches
         return [
             pipeline_stage_class()(
@@ -221,9 +219,7 @@ class Pipeline:
     def forward_backward(
         self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **per_token: Tensor
     ) -> Tensor:
-        """Adds to the gradients; returns the loss on the rank with the last stage, zero on the
-        others.
-        """
+        """Adds to the gradients; returns the loss on the last stage's rank, zero on the others."""
         return self._run(self.training.step, tokens, labels, num_targets, per_token)
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **per_token: Tensor) -> Tensor:
@@ -234,8 +230,8 @@ class Pipeline:
 
 
 def mark_chunks(stage: PipelineStage) -> None:
-    """Makes a stage mark each forward and backward of a microbatch, which ranks run in different
-    orders.
+    """Makes a stage record the start of each microbatch's forward and backward, for hang diagnosis:
+    ranks run them in different orders.
     """
     phases = {
         "forward_one_chunk": Phase.FORWARD,
@@ -252,8 +248,8 @@ def _mark_and_call(phase: Phase, method: Callable[..., T], *args: object, **kwar
 
 
 def shared_params(stages: list[Llama]) -> list[Tensor]:
-    """This rank's copies of a tied embedding: one on the first and on the last rank, both on rank 0
-    of a V.
+    """Lists this rank's copies of a tied embedding: one on the first and on the last rank, or both
+    on rank 0 if the schedule is a V.
     """
     shared: list[Tensor] = []
     for stage in stages:
@@ -272,7 +268,7 @@ def sum_shared_gradients(params: list[Tensor], mesh: DeviceMesh) -> None:
         gradients[0] += gradients[1]
         gradients[1].copy_(gradients[0])
     elif gradients:
-        local = gradients[0].to(mesh.device_type)  # NCCL sends no offloaded gradient
+        local = gradients[0].to(mesh.device_type)  # NCCL cannot send from the CPU
         group = mesh.get_group()
         other = torch.empty_like(local)
         peer = dist.get_global_rank(group, mesh.size() - 1 - mesh.get_local_rank())

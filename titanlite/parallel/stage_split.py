@@ -4,7 +4,7 @@ What it is: arithmetic on the model's sizes. A block and the output layer count 
 parameters, which is proportional to their compute. The embedding has no matrix product, but it
 takes memory on the rank that keeps most activations, so it counts with half its parameters. The
 split minimises the largest count of a stage.
-Why it is here: imports no torch, so that `tools/plan` can compute the stages of a layout at once.
+Why it is here: it imports no torch, so `tools/plan` computes the stages of a layout at once.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from titanlite.model.flavors import LlamaConfig, block_shapes
 
 
 def stage_indices(rank: int, size: int, per_rank: int, schedule: str) -> list[int]:
-    """The stages of a rank: rank, rank + pp, ... in a loop, or rank and 2 pp - 1 - rank in a V."""
+    """Lists a rank's stages: rank, rank + pp, ... in a loop, or rank and 2 pp - 1 - rank in a V."""
     if schedule in V_SHAPED:
         return [rank, 2 * size - 1 - rank]
     return list(range(rank, size * per_rank, size))
 
 
 def balanced_split(weights: list[int], num_stages: int) -> list[int]:
-    """Where stages begin, as indices into `weights`, so that the largest sum of weights in a stage
-    is minimal.
+    """Returns where stages begin, as indices into `weights`, so that the largest sum of weights in
+    a stage is minimal.
 
     The first weight is the embedding's, the last the output layer's, the others the blocks'; each
-    stage has at least one block. Of equally good splits it takes the one with the lightest last
-    stages, since the last computes the loss.
+    stage has at least one block. Among equally good splits it takes the one with the lightest last
+    stages, because the last stage also computes the loss.
     """
     blocks = len(weights) - 2
-    sums = [0, *itertools.accumulate(weights)]  # of the weights before each index
+    sums = [0, *itertools.accumulate(weights)]  # sums[i]: the sum of weights[:i]
 
     def first_index(begin: int) -> int:
-        """Where a stage whose first block is `begin` begins in `weights`: block i is i + 1."""
+        """Index in `weights` where a stage with first block `begin` begins: block i is i + 1."""
         return begin + 1 if begin > 0 else 0
 
     def cost(begin: int, end: int) -> int:
-        """Of a stage with blocks begin .. end - 1, and with the ends if next to them."""
+        """The cost of a stage with blocks begin .. end - 1 and the model's ends next to them."""
         end_index = len(weights) if end == blocks else end + 1
         return sums[end_index] - sums[first_index(begin)]
 
@@ -61,7 +61,7 @@ def balanced_split(weights: list[int], num_stages: int) -> list[int]:
 
 
 def stage_modules(model: LlamaConfig, num_stages: int, explicit: list[str]) -> list[list[str]]:
-    """The names of each stage's modules.
+    """Lists the names of each stage's modules.
 
     `explicit`: the first module of each stage but the first; empty: balanced.
     """

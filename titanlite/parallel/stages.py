@@ -51,7 +51,7 @@ class Runner(Protocol):
     def forward_backward(
         self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **per_token: Tensor
     ) -> Tensor:
-        """Adds to the gradients of the summed loss / `num_targets`, and returns that value."""
+        """Adds the gradients of the summed loss / `num_targets`, and returns this quotient."""
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **per_token: Tensor) -> Tensor:
         """The summed loss."""
@@ -77,13 +77,14 @@ class WholeModel:
 
 
 class Inputs(NamedTuple):
-    """This rank's part of a batch: tokens and labels (B, S/cp), and more numbers of each token,
-    which every part of the model is given.
+    """This rank's part of a batch: tokens and labels (B, S/cp), and tensors with more numbers per
+    token, which every part of the model gets.
 
-    `per_token`: with `data.document_mask` the positions of this rank's tokens (B, S/cp), and the
-    number of each token's document in the whole sequences (B, S). These also with a window, which
-    needs the whole length of sequences: without `data.document_mask` each is one document. In
-    training with `lora.dropout` the keys of this rank's tokens (B, S/cp).
+    `per_token` holds
+    * `positions` (B, S/cp), with `data.document_mask`: the positions of this rank's tokens;
+    * `documents` (B, S), with `data.document_mask` or a window: the number of each token's document
+    in the whole sequences. A window without `data.document_mask` counts a sequence as one document;
+    * `dropout_keys` (B, S/cp), in training with `lora.dropout`.
     """
 
     tokens: Tensor
@@ -106,13 +107,13 @@ class Stages:
         device: torch.device,
         compiled: bool = False,
     ) -> None:
-        """`model_parts` are parallelised and have their weights. `compiled`: so are their blocks,
-        which decides over the loss if that is left to `auto`.
+        """`model_parts` are parallelised and have their weights. `compiled`: whether their blocks
+        are compiled; with `compile.loss = auto` the loss then is too.
         """
         self.model_parts = model_parts
         self.config = config.parallel
         self.mesh = mesh
-        # A pipeline's schedule decides over its stages itself
+        # In a pipeline the schedule decides this
         keeps_weights = config.parallel.reshard_after_forward == "never" and mesh["pp"].size() == 1
         self.frees_weights = not keeps_weights  # after the backward of each local batch
         # Every rank computes whole sequences, unless they are cut over cp
@@ -120,15 +121,15 @@ class Stages:
         if mesh["cp"].size() > 1:
             sharder = BatchSharder(model_parts, mesh["cp"], config.parallel.cp_method, device)
             self.shard_batch = sharder.shard_batch
-        self.windowed = any(model_parts[0].windows)  # of all blocks, also those of other stages
+        self.windowed = any(model_parts[0].windows)  # also by other stages' blocks
         self.loss_scope: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if mesh["tp"].size() > 1:
-            # Within it, log-softmax and its gradient work on a sharded vocabulary
+            # In this context, log-softmax and its gradient work on a sharded vocabulary
             self.loss_scope = loss_parallel
         compile_loss = compiles_loss(config.compile, compiled, device.type)
         loss = _build_loss(model_parts, config, mesh, compile_loss)
         self.runner: Runner = WholeModel(model_parts[0], loss)
-        # Parameters that two pipeline stages hold: a tied embedding
+        # The copies of a tied embedding, which two pipeline stages hold
         self.shared_params: list[Tensor] = []
         if mesh["pp"].size() > 1:
             self.runner = build_pipeline(model_parts, loss, config, mesh, device)
@@ -149,8 +150,8 @@ class Stages:
         """Adds to the gradients; returns this rank's part of the summed loss over the step's global
         target count.
 
-        `scale`: float16's, by which the gradients are multiplied; `last`: no other local batch of
-        this step follows.
+        `scale`: the loss scale of float16, which multiplies the gradients; `last`: whether this is
+        the last local batch of the step.
         """
         mark_phase(Phase.FORWARD_BACKWARD)
         for part in self.model_parts:
@@ -169,14 +170,14 @@ class Stages:
         return loss / scale
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """This rank's part of the summed loss of a batch, without dropout."""
+        """Returns this rank's part of the summed loss of a batch, without dropout."""
         batch = batch._replace(dropout_keys=None)
         with torch.no_grad(), self.inputs(batch) as (tokens, labels, per_token):
             return self.runner.evaluate(tokens, labels, **per_token)
 
     @contextlib.contextmanager
     def inputs(self, batch: Batch) -> Iterator[Inputs]:
-        """The context of a forward and backward."""
+        """Yields this rank's part of a batch, in the context that forward and backward need."""
         with self.loss_scope(), self.shard_batch(batch) as part:
             per_token: dict[str, Tensor] = {}
             if self.windowed:
@@ -190,12 +191,12 @@ class Stages:
 
     @contextlib.contextmanager
     def in_place_of_loss(self, function: SummedLoss) -> Iterator[None]:
-        """Within it, `evaluate` and `forward_backward` call `function` with logits and labels where
-        they would call the loss. For gradients it must be a sum over tokens too.
+        """Replaces the loss within this context: `evaluate` and `forward_backward` call `function`
+        with logits and labels. Its gradients are right only if it, too, is a sum over tokens.
         """
         holder: Runner | ChunkedLoss = self.runner
         if isinstance(holder.loss, ChunkedLoss):
-            holder = holder.loss  # computes the logits of a chunk, and calls the actual loss
+            holder = holder.loss  # it calls the actual loss on each chunk's logits
         loss = holder.loss
         holder.loss = function
         try:
@@ -207,8 +208,8 @@ class Stages:
 def _build_loss(
     model_parts: list[Llama], config: Config, mesh: Mesh, compile_loss: bool
 ) -> SummedLoss:
-    """The summed loss of the last part's output and the labels: plain, compiled, or with the
-    projection in chunks.
+    """Builds the function of the last part's output and the labels that returns the summed loss:
+    plain, compiled, or with the projection in chunks.
     """
     loss: SummedLoss = cross_entropy_sum
     if mesh["tp"].size() > 1:

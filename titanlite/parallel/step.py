@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepParts:
-    """What an optimizer step computes with, and what it changes. Parts that are off do nothing."""
+    """The objects that an optimizer step uses and changes. Parts that are off do nothing."""
 
     device: torch.device
     max_norm: float  # training.max_norm
@@ -54,7 +54,7 @@ def build_step_parts(
 ) -> StepParts:
     """Builds what a step needs around the parts of the model, which `build_model_parts` made.
 
-    `compiled`: whether their blocks are.
+    `compiled`: whether the blocks are compiled.
     """
     optimizer = build_optimizer(model_parts, config.optimizer, config.parallel.optimizer_offload)
     scaler = LossScale(config.training, optimizer, device)
@@ -75,16 +75,16 @@ class Measures(Protocol):
     """The points of a step at which something can be measured (`probes/probes.py`)."""
 
     def before_step(self, batches: list[Batch]) -> None:
-        """`batches`: all local batches of the step, where the caller has them."""
+        """Called first; `batches`: all local batches of the step, where the caller has them."""
 
     def after_backward(self, i: int, num_batches: int, num_targets: Tensor) -> None:
-        """After the backward of local batch `i`; after the last one gradients are complete."""
+        """Called after the backward of local batch `i`; after the last, gradients are complete."""
 
     def before_update(self) -> None:
-        """Gradients are clipped, weights still those of the step before."""
+        """Called when gradients are clipped and weights are still those of the step before."""
 
     def after_update(self) -> None:
-        """Weights are updated, gradients still there."""
+        """Called when weights are updated and gradients are not yet cleared."""
 
 
 class Unmeasured:
@@ -107,7 +107,7 @@ class StepResult(NamedTuple):
     """Scalars on the device; reading one waits for it."""
 
     loss: Tensor  # this rank's part of the mean over the step's targets: see Mesh.sum_losses
-    grad_norm: Tensor  # of the whole gradient, before clipping
+    grad_norm: Tensor  # the norm of the whole gradient, before clipping
     num_targets: Tensor  # over all ranks, int64
     lr: float
 

@@ -71,7 +71,7 @@ VOCABULARY_SHARD = Shard(-1)
 
 
 def block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
-    """Module of a block -> how it is parallelised.
+    """Maps each module of a block to the way it is parallelised.
 
     The block's input and output are (B, S/tp, D).
     """
@@ -93,15 +93,16 @@ def block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
         "feed_forward.w3": ColwiseParallel(),
         "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE_SHARD),
     }
-    if qk_norm:  # of each head (B, S, H/tp, Dh); its weight is replicated, as that of other norms
+    # These norms act on each head (B, S, H/tp, Dh); weights are replicated, as for the other norms
+    if qk_norm:
         for name in ("attention.q_norm", "attention.k_norm"):
             plan[name] = SequenceParallel(sequence_dim=2, use_local_output=True)
     return plan
 
 
 def ends_plan(model: Llama) -> dict[str, ParallelStyle]:
-    """The same for the embedding, the norm and the output layer, as far as this part of the model
-    has them.
+    """Maps the embedding, the norm and the output layer, as far as this part of the model has
+    them, to the way they are parallelised.
     """
     plan: dict[str, ParallelStyle] = {}
     if isinstance(model.tok_embeddings, nn.Embedding):
@@ -120,7 +121,7 @@ def ends_plan(model: Llama) -> dict[str, ParallelStyle]:
         )
     elif not isinstance(
         model.output, (nn.Identity, DeferredOutput)
-    ):  # tied: the embedding's weight, sharded above
+    ):  # a tied output uses the embedding's weight, sharded above
         plan["output"] = PrepareModuleInputOutput(
             input_layouts=(SEQUENCE_SHARD,),
             desired_input_layouts=(REPLICATED,),
@@ -166,11 +167,11 @@ def _prepare_async_tp(mesh: DeviceMesh) -> None:
 
 
 def loss_parallel_cross_entropy_sum(logits: Tensor, labels: Tensor, mesh: DeviceMesh) -> Tensor:
-    """`cross_entropy_sum` of logits (B, S, V/tp), each rank with its part of the vocabulary; labels
-    (B, S).
+    """Computes `cross_entropy_sum` of labels (B, S) and logits (B, S, V/tp), of which each rank has
+    its part of the vocabulary.
 
-    It and its backward must run within torch's `loss_parallel`. The result is equal on all ranks of
-    the axis.
+    Forward and backward must run within torch's `loss_parallel`. The result is equal on all ranks
+    of the axis.
     """
     loss = cross_entropy_sum(DTensor.from_local(logits, mesh, [VOCABULARY_SHARD]), labels)
     assert isinstance(loss, DTensor)

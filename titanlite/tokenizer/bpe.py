@@ -1,4 +1,4 @@
-"""Training of a byte-pair encoding (BPE, arXiv 1508.07909).
+"""Trains a byte-pair encoding (BPE, arXiv 1508.07909).
 
 What it is: text -> the list of tokens of a tokenizer. The first tokens are the 256 bytes. Then the
 most frequent pair of neighbouring tokens becomes a new token, until there are enough. Llama 3's
@@ -24,7 +24,7 @@ from titanlite.tokenizer.tokenizer import MAX_TOKEN, PATTERN
 
 
 def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
-    """The tokens in rank order, 256 bytes first; fewer than `num_tokens` if no pair is left.
+    """Returns tokens in rank order, 256 bytes first; fewer than `num_tokens` if no pair is left.
 
     Ties are broken by the smaller pair of ids, so the same text always gives the same tokens.
     """
@@ -33,7 +33,7 @@ def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
     for text in texts:
         counts.update(pattern.findall(text))
     tokens = [bytes([i]) for i in range(256)]
-    # Each distinct word once, as the ids of its bytes; `weights`: how often it occurs
+    # Each distinct word as the ids of its bytes; `weights`: how often it occurs
     words = [list(word.encode("utf-8", "surrogatepass")) for word in counts]
     weights = list(counts.values())
 
@@ -49,7 +49,7 @@ def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
     while len(tokens) < num_tokens and heap:
         negative, pair = heapq.heappop(heap)
         if pair_counts[pair] != -negative:
-            continue  # an outdated entry; the current count has another
+            continue  # outdated: the current count has a newer entry
         if negative == 0:
             break
         new = len(tokens)
@@ -58,7 +58,7 @@ def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
             continue
         tokens.append(token)
 
-        # Only the words with the pair change, and the counts of pairs in them
+        # Only words that contain the pair change, and the counts of their pairs
         changed: Counter[tuple[int, int]] = Counter()
         for index in words_with.pop(pair):
             old = words[index]
@@ -77,7 +77,7 @@ def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
 
 
 def _merge(word: list[int], pair: tuple[int, int], new: int) -> list[int]:
-    """The word with each occurrence of `pair`, left to right, replaced by `new`."""
+    """Replaces each occurrence of `pair` in the word, left to right, by `new`."""
     merged = []
     i = 0
     while i < len(word):
@@ -91,7 +91,7 @@ def _merge(word: list[int], pair: tuple[int, int], new: int) -> list[int]:
 
 
 def rank_file(tokens: list[bytes]) -> bytes:
-    """The content of the rank file of these tokens, in their order."""
+    """Builds the content of a rank file with these tokens, in their order."""
     return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
 
 

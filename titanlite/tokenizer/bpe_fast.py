@@ -1,9 +1,9 @@
-"""Training of a byte-pair encoding by the `tokenizers` package, for large corpora.
+"""Trains a byte-pair encoding with the `tokenizers` package, for large corpora.
 
 What it is: `train_bpe` of bpe.py in Rust and on all cores: the same pattern, the same limits, and
 tokens in the order in which they were learned, so the same rank file. Ties between equally frequent
 pairs are broken in another way, so some tokens differ.
-What it costs: the words of the corpus and their counts are in memory, not the corpus.
+What it costs: the distinct words of the corpus and their counts are in memory, not the corpus.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from titanlite.tokenizer.tokenizer import MAX_TOKEN, PATTERN
 
 
 def train_bpe_fast(texts: Iterable[str], num_tokens: int) -> list[bytes]:
-    """The tokens in rank order, 256 bytes first; fewer than `num_tokens` if no pair is left.
+    """Returns tokens in rank order, 256 bytes first; fewer than `num_tokens` if no pair is left.
 
     Raises ConfigError if the package is not installed.
     """
@@ -43,5 +43,5 @@ def train_bpe_fast(texts: Iterable[str], num_tokens: int) -> list[bytes]:
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     tokens = [bytes([i]) for i in range(256)]
     merged = [to_bytes(first + second) for first, second in merges]
-    tokens += dict.fromkeys(merged)  # each once: two merges may make the same token
+    tokens += dict.fromkeys(merged)  # without repetitions: two merges may make the same token
     return tokens

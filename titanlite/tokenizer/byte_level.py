@@ -1,7 +1,7 @@
-"""Byte-level tokens as text: how `tokenizers` and llama.cpp write bytes.
+"""Converts byte-level tokens to text and back, as `tokenizers` and llama.cpp write bytes.
 
-What it is: GPT-2's map of the 256 bytes to printable characters, and the list of merges in which
-these formats keep an encoding that tiktoken stores as the ranks of its tokens.
+What it is: GPT-2's map of the 256 bytes to printable characters, and the list of merges by which
+these formats describe an encoding. tiktoken describes it by the ranks of its tokens.
 Reference: github.com/openai/gpt-2, src/encoder.py
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 def _byte_characters() -> dict[int, str]:
-    """A printable character for each byte: itself where it is one, else one from U+0100 on."""
+    """Maps each byte to a printable character: itself if it is one, else one from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     characters = {byte: chr(byte) for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]
@@ -25,19 +25,19 @@ BYTES |= {ord(character): chr(byte) for byte, character in CHARACTERS.items()}
 
 
 def to_text(token: bytes) -> str:
-    """A token as `tokenizers` and llama.cpp write it: a printable character for each byte."""
+    """Writes a token as `tokenizers` and llama.cpp do: a printable character for each byte."""
     return "".join(CHARACTERS[byte] for byte in token)
 
 
 def to_bytes(text: str) -> bytes:
-    """The inverse. Raises UnicodeEncodeError if a character stands for no byte."""
+    """Inverts `to_text`. Raises UnicodeEncodeError if a character stands for no byte."""
     return text.translate(BYTES).encode("latin-1")
 
 
 def merges_of(tokens: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Every pair of tokens that makes a token, which tiktoken would merge.
+    """Lists every pair of tokens that tiktoken would merge into a token.
 
-    They are in the order of `tokens`, which is that of ranks.
+    The pairs are in the order of `tokens`, which is the order of ranks.
     """
     merges = []
     for token in tokens:

@@ -2,9 +2,9 @@
 
 What it is: canonical composition ("e" and a combining acute become one character), by the tables of
 Unicode 9.
-Why it is here: Python's tables grow with its version, and the ids of a text must not. Characters
-that came later and take part in a composition, or combine with a character before them, are left
-where they are.
+Why it is here: Python's tables grow with its version, but the ids of a text must stay the same. So
+newer characters that take part in a composition, or combine with a character before them, are left
+unchanged.
 What it costs: a scan of the text; more only where it is not normalised yet.
 Reference: Unicode Standard Annex 15; the crate unicode-normalization-alignments of `tokenizers`
 """
@@ -27,7 +27,7 @@ LATER = """
 
 
 def _later_characters() -> re.Pattern[str]:
-    """Matches one of them, as a group: `split` gives it between the texts around it."""
+    """Compiles a pattern for a newer character, as a group, so that `split` keeps it."""
     ranges = []
     for part in LATER.split():
         ends = [f"\\U{int(end, 16):08x}" for end in part.split("-")]
@@ -39,9 +39,9 @@ _LATER = _later_characters()
 
 
 def nfc(text: str) -> str:
-    """The normalised text."""
+    """Normalises a text."""
     if unicodedata.is_normalized("NFC", text):
         return text
-    parts = _LATER.split(text)  # every second one is a later character
+    parts = _LATER.split(text)  # every second part is a newer character
     parts[::2] = [unicodedata.normalize("NFC", part) for part in parts[::2]]
     return "".join(parts)

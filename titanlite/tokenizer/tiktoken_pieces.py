@@ -1,10 +1,10 @@
-"""A text cut into pieces that tiktoken can encode.
+"""Cuts a text into pieces that tiktoken can encode.
 
 Why it is here: tiktoken's matcher recurses. It fails on about a million characters, and on long
 runs of one kind.
-What it costs: nothing to speak of. A text is cut at a space after another character, where all
-patterns cut too, so the ids stay the same; only in a run of more than 25,000 characters without
-white space, or of white space, is it cut anywhere.
+What it costs: hardly any time. A text is cut at a space after another character, where all patterns
+cut too, so the ids stay the same. Only runs of more than 25,000 characters with no white space, or
+of white space alone, are cut elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_RUN = 25_000
 
 
 def pieces(text: str, normalise: bool = False) -> Iterator[str]:
-    """The pieces in order; normalised to NFC before the text is cut, if asked for."""
+    """Yields the pieces in order; with `normalise`, normalises to NFC before the text is cut."""
     if normalise:
         text = nfc(text)
     start = 0
@@ -29,9 +29,9 @@ def pieces(text: str, normalise: bool = False) -> Iterator[str]:
 
 
 def _end(text: str, start: int) -> int:
-    """Where the piece from `start` on ends.
+    """Finds the end of the piece that begins at `start`.
 
-    Before the last space that follows another character, if there is one.
+    It ends before the last space that follows another character, if there is one.
     """
     limit = start + MAX_PIECE
     if limit >= len(text):
@@ -43,7 +43,7 @@ def _end(text: str, start: int) -> int:
 
 
 def _short_runs(piece: str) -> Iterator[str]:
-    """The piece in parts without long runs; almost always the piece itself."""
+    """Cuts a piece into parts without long runs; almost always the piece itself."""
     if not _has_long_run(piece):
         yield piece
         return
@@ -62,7 +62,7 @@ def _short_runs(piece: str) -> Iterator[str]:
 
 
 def _has_long_run(piece: str) -> bool:
-    """A fast test: may a run of white space, or without it, have more than MAX_RUN characters?
+    """Tests fast whether a run of white space, or without it, may be longer than MAX_RUN.
 
     Such a run covers one of the blocks that begin at the multiples of half its length.
     """

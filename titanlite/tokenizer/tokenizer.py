@@ -1,9 +1,9 @@
-"""Text <-> token ids.
+"""Converts text to token ids and back.
 
 What it is: tiktoken's byte-pair encoder with the tokens of a rank file, and Llama 3's special
 tokens after them: all 256 if the file has Llama 3's 128,000 ranks (then ids are equal to Meta's),
-otherwise the first 16. Or a Hugging Face tokenizer.json, or vocab.json and merges.txt: encoded by
-tiktoken where that computes the same ids, else by the package `tokenizers`. Text is never encoded
+otherwise the first 16. It also reads a Hugging Face tokenizer.json, or vocab.json and merges.txt:
+tiktoken encodes if it computes the same ids, else the package `tokenizers`. Text is never encoded
 as a special token: `<|end_of_text|>` in a document is ordinary characters.
 """
 
@@ -37,7 +37,7 @@ PATTERN = (
 
 
 class Tokenizer:
-    """`encode` and `decode`.
+    """Encodes and decodes text.
 
     `size`: the number of ids; `special`: name -> id; `bos` and `eos` enclose a document.
     """
@@ -55,7 +55,7 @@ class Tokenizer:
             encoding, codec = _of_json(self.path, content)
         else:
             encoding = _of_rank_file(self.path, content)
-        self.files = encoding.files  # with which a folder has this tokenizer
+        self.files = encoding.files  # files that make a folder this tokenizer
         self.tokens = encoding.tokens
         self.ranks = encoding.ranks
         self.ids = encoding.ids
@@ -70,7 +70,7 @@ class Tokenizer:
 
         self._codec = codec
         if codec is None:
-            # tiktoken drops what nothing matches, so the pattern also matches all between
+            # tiktoken drops text that nothing matches, so the pattern also matches everything else
             with_rest = rf"{self.pattern}|(?:(?!{self.pattern})[\s\S])+"
             self._encoding = tiktoken.Encoding(
                 "", pat_str=with_rest, mergeable_ranks=self.ranks, special_tokens={}
@@ -79,7 +79,7 @@ class Tokenizer:
         else:
             self._bytes = codec.token_bytes()
         self.size = 1 + max(*self._bytes, *self.special.values())
-        # Of text; special tokens have none
+        # Bytes of text per id; special tokens have none
         self.token_bytes = [len(self._bytes.get(i, b"")) for i in range(self.size)]
         self._bytes |= {i: name.encode() for name, i in self.special.items()}
 
@@ -89,7 +89,7 @@ class Tokenizer:
         return self._codec is not None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text, without bos and eos. Lone surrogates become U+FFFD."""
+        """Encodes a text, without bos and eos. Lone surrogates become U+FFFD."""
         if self._codec is not None:
             return self._codec.encode(without_surrogates(text))
         ranks: list[int] = []
@@ -100,14 +100,14 @@ class Tokenizer:
         return [self.ids[rank] for rank in ranks]
 
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids of the text, and in which of its characters each token begins."""
+        """Encodes a text; also returns the index of the character in which each token begins."""
         text = without_surrogates(text)
         if self._codec is not None:
             return self._codec.encode_with_starts(text)
         if self.nfc:
             text = nfc(text)
         ids = self.encode(text)
-        characters = []  # of each byte: the character that it is a part of
+        characters = []  # for each byte, the index of its character
         for place, character in enumerate(text):
             characters += [place] * len(character.encode())
         starts = []
@@ -118,7 +118,7 @@ class Tokenizer:
         return ids, starts
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text.
+        """Decodes ids.
 
         Bytes that are not UTF-8 become U+FFFD; ids of a padded vocabulary are dropped.
         """
@@ -128,12 +128,12 @@ class Tokenizer:
 
 
 def without_surrogates(text: str) -> str:
-    """The text with U+FFFD for each surrogate that is not one of a pair."""
+    """Replaces each lone surrogate by U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _read(path: Path) -> tuple[Path, bytes]:
-    """The tokenizer's file, given itself or its folder, and its content. Raises ConfigError."""
+    """Finds and reads the tokenizer's file from its path or its folder's. Raises ConfigError."""
     try:
         if path.is_dir() or path.suffix == ".json":
             found, content = find(path)
@@ -149,9 +149,9 @@ def _read(path: Path) -> tuple[Path, bytes]:
 
 
 def _of_json(path: Path, content: bytes) -> tuple[Encoding, HuggingFaceCodec | None]:
-    """The encoding of a tokenizer.json, by tiktoken if that computes the same ids.
+    """Reads the encoding of a tokenizer.json, for tiktoken if that computes the same ids.
 
-    Otherwise by `tokenizers`. Raises ConfigError.
+    Otherwise it is for `tokenizers`. Raises ConfigError.
     """
     main, config = parse(path, content)
     try:
@@ -166,7 +166,7 @@ def _of_json(path: Path, content: bytes) -> tuple[Encoding, HuggingFaceCodec | N
 
 
 def _of_rank_file(path: Path, content: bytes) -> Encoding:
-    """The encoding of a rank file, whose ranks are the ids. Raises ConfigError."""
+    """Reads the encoding of a rank file, whose ranks are the ids. Raises ConfigError."""
     ranks = _parse(path, content)
     names = _special_names(256 if len(ranks) == LLAMA3_RANKS else 16)
     special = {name: len(ranks) + i for i, name in enumerate(names)}
@@ -185,7 +185,7 @@ def _of_rank_file(path: Path, content: bytes) -> Encoding:
 
 
 def _special_names(count: int) -> list[str]:
-    """Llama 3's special tokens in the order of their ids."""
+    """Lists Llama 3's special tokens in the order of their ids."""
     named = {
         0: "<|begin_of_text|>",
         1: "<|end_of_text|>",
@@ -198,7 +198,7 @@ def _special_names(count: int) -> list[str]:
 
 
 def _parse(path: Path, content: bytes) -> dict[bytes, int]:
-    """token -> rank of a rank file: every byte is a token, and ranks are 0, 1, 2, ... in order."""
+    """Parses a rank file to token -> rank; requires all bytes, and ranks 0, 1, 2, ... in order."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         try:
@@ -207,7 +207,7 @@ def _parse(path: Path, content: bytes) -> dict[bytes, int]:
             expected = len(ranks)
             if int(rank) != expected:
                 raise ValueError(f"rank {int(rank)}, expected {expected}")
-            if len(decoded) > MAX_TOKEN:  # finding merges takes time in its square
+            if len(decoded) > MAX_TOKEN:  # time to find merges is quadratic
                 raise ValueError(f"a token of {len(decoded)} bytes, expected at most {MAX_TOKEN}")
             if decoded in ranks:
                 raise ValueError("a token that an earlier line has")

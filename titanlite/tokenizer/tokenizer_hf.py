@@ -4,7 +4,7 @@ What it is: a tokenizer.json that `tokenizer_json.py` refuses: SentencePiece's (
 with several pre-tokenizers (DeepSeek), with normalizers other than NFC, or without tokens for some
 bytes (SmolLM2). Special tokens are removed from the file before the package reads it, because it
 would find their names in any text: here a name in a document is ordinary characters.
-Why not for all: with tiktoken, text of any length is encoded in blocks, and no package is needed.
+Why not for all tokenizers: tiktoken encodes text of any length in blocks, without another package.
 What it costs: a document is encoded as a whole, and the package is an extra:
 `pip install titanlite[fast]`.
 Reference: https://huggingface.co/docs/tokenizers
@@ -25,7 +25,7 @@ from titanlite.tokenizer.tokenizer_json import MARK, MAX_ID, Encoding, Json, fil
 from titanlite.tokenizer.tokenizer_probe import problem_of
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # which SentencePiece writes for a space
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark for a space
 
 
 class HuggingFaceCodec:
@@ -61,7 +61,7 @@ class HuggingFaceCodec:
             raise ConfigError(f"{path}: `tokenizers` cannot read it: {problem}")
         whole: Any = tokenizers.Tokenizer.from_str(texts[0])
         self._encoder: Any = tokenizers.Tokenizer.from_str(texts[1])
-        # Ids of added tokens are given anew when a file is read
+        # `tokenizers` assigns ids of added tokens anew when it reads a file: check them
         for encoder, entries in ((whole, main["added_tokens"]), (self._encoder, ordinary)):
             for entry in entries:
                 found = encoder.token_to_id(entry["content"])
@@ -75,17 +75,17 @@ class HuggingFaceCodec:
         self._byte_level = any(step["type"] == "ByteLevel" for step in decoders)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text; a name of a special token is ordinary text."""
+        """Encodes a text; a name of a special token is ordinary text."""
         ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids of the text, and in which of its characters each token begins."""
+        """Encodes a text; also returns the index of the character in which each token begins."""
         encoded = self._encoder.encode(text, add_special_tokens=False)
         return encoded.ids, [begin for begin, _ in encoded.offsets]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text, with the names of special tokens."""
+        """Decodes ids; special tokens become their names."""
         texts = []
         for is_special, run in itertools.groupby(ids, lambda i: i in self._names):
             if is_special:
@@ -95,7 +95,7 @@ class HuggingFaceCodec:
         return "".join(texts)
 
     def token_bytes(self) -> dict[int, bytes]:
-        """The bytes of text that each id stands for; a special token has none."""
+        """Maps each id to the bytes of text that it stands for; a special token has none."""
         vocabulary: dict[str, int] = self._encoder.get_vocab(with_added_tokens=True)
         return {
             i: bytes_of(token, self._byte_level)
@@ -105,7 +105,7 @@ class HuggingFaceCodec:
 
 
 def encoding_by_package(path: Path, main: Json, config: Json) -> tuple[Encoding, HuggingFaceCodec]:
-    """What is known of a tokenizer that the package encodes with. Raises ConfigError."""
+    """Reads the encoding of a tokenizer that needs the package. Raises ConfigError."""
     codec = HuggingFaceCodec(path, main)
     contents = codec.token_bytes()
     largest = max([*contents, *codec.special.values()])
@@ -128,7 +128,7 @@ def encoding_by_package(path: Path, main: Json, config: Json) -> tuple[Encoding,
 
 
 def bytes_of(token: str, byte_level: bool) -> bytes:
-    """The bytes that a token stands for: of a byte-level encoding, or of SentencePiece."""
+    """Converts a token to its bytes, in a byte-level encoding or in SentencePiece's."""
     if byte_level:
         return token.translate(BYTES).encode("latin-1", "replace")
     byte = BYTE.fullmatch(token)

@@ -1,15 +1,15 @@
-"""Hugging Face's tokenizer.json: byte-level byte-pair encoding, converted to one of tiktoken.
+"""Converts Hugging Face's tokenizer.json, a byte-level byte-pair encoding, for tiktoken.
 
 What it is: `tokenizers` stores tokens as text, a printable character for each byte, and merges the
 pair of tokens that comes first in a list of merges. tiktoken merges the pair whose result has the
 lowest rank.
-Why the conversion is exact: what is merged between two ends of tokens depends only on the bytes
-between them. So a token can only arise by the merge that comes last when its own bytes are encoded
-alone, and not at all if these give several tokens. The place of that merge in the list is the
-token's rank, and a token that no merges make gets none. Then both choose the same pair in every
-step. With `ignore_merges` a word that is a token stays whole, as in tiktoken, also if merges do not
-make it; but tiktoken would merge the two halves of such a token within longer words too, so a file
-in which that can happen is refused, like everything else that tiktoken does not compute.
+Why the conversion is exact: the merges between two token boundaries depend only on the bytes
+between them. So a token can only arise by the last merge in the encoding of its own bytes, and not
+at all if they give several tokens. The index of that merge in the list is the token's rank, and a
+token that no merges make gets no rank. Then both programs choose the same pair in every step. With
+`ignore_merges` a word that is a token stays whole, as in tiktoken, even if merges do not make it;
+but tiktoken would merge the two halves of such a token within longer words too, so a file in which
+that can happen is refused, like everything else that tiktoken does not compute.
 What it costs: every token is encoded alone: two seconds for 150,000 tokens.
 Reference: https://huggingface.co/docs/tokenizers
 """
@@ -32,11 +32,11 @@ RANK_FILE = "tokenizer.model"
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json")
 VOCAB_FILE = "vocab.json"  # read by `vocab_and_merges.py`
 TEMPLATE_FILE = "chat_template.jinja"  # read by `tools/chat/find_template.py`
-TOKENIZER_FILES = (JSON_FILES[0], RANK_FILE, VOCAB_FILE)  # a folder's tokenizer is in the first
+TOKENIZER_FILES = (JSON_FILES[0], RANK_FILE, VOCAB_FILE)  # the first that a folder has counts
 MAX_JSON_FILE = 1 << 25  # bytes; Llama 3.3's has 17 MB
 MAX_ID = 1 << 22  # a list has an entry for each id; Gemma's vocabulary has 1 << 18
-NEVER = 1 << 62  # the place of a merge that is not in the list
-# An added token like this is not ordinary text, whatever its flags
+NEVER = 1 << 62  # index of a merge that is not in the list
+# An added token of this form is not ordinary text, whatever its flags
 MARK = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 USUAL = {
     "bos_token": ("<|begin_of_text|>", "<|startoftext|>", "<bos>", "<s>"),
@@ -51,9 +51,9 @@ QWEN_PATTERN = (
 _CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 _UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-# The parts of patterns that mean the same to both libraries: those of GPT-2, GPT-4, Llama 3, Qwen,
-# gpt-oss and others. None matches white space after other characters, except for line ends, so that
-# a text may be cut before a space.
+# The alternatives of patterns (GPT-2, GPT-4, Llama 3, Qwen, gpt-oss and others) that match the same
+# in both libraries. None matches white space after other characters, except line ends, so a text
+# may be cut before a space.
 ALTERNATIVES = [
     *GPT2_PATTERN.split("|"),
     # Contractions
@@ -90,10 +90,10 @@ Pair = tuple[bytes, bytes]
 class Encoding:
     """An encoding for tiktoken."""
 
-    files: dict[str, bytes]  # with which a folder has this tokenizer: name -> content
-    tokens: dict[bytes, int]  # of text -> id
+    files: dict[str, bytes]  # name -> content: files that make a folder this tokenizer
+    tokens: dict[bytes, int]  # bytes of text -> id
     ranks: dict[bytes, int]  # tiktoken merges the pair whose result has the lowest
-    ids: list[int]  # of each rank; empty: the rank itself
+    ids: list[int]  # rank -> id; empty: ids are the ranks
     special: dict[str, int]  # name -> id
     bos: int
     eos: int
@@ -103,7 +103,7 @@ class Encoding:
 
 
 def find(path: Path) -> tuple[Path, bytes]:
-    """The tokenizer's file, given itself or its folder, and the content that `convert` takes.
+    """Finds the tokenizer's file, from its path or its folder's, and the content for `convert`.
 
     Raises OSError.
     """
@@ -117,7 +117,7 @@ def find(path: Path) -> tuple[Path, bytes]:
 
 
 def _in_folder(folder: Path) -> Path:
-    """The file in a folder that has the tokenizer."""
+    """Finds the file in a folder that holds the tokenizer."""
     for name in TOKENIZER_FILES:
         if (folder / name).exists():
             return folder / name
@@ -125,8 +125,8 @@ def _in_folder(folder: Path) -> Path:
 
 
 def parse(path: Path, content: bytes) -> tuple[Json, Json]:
-    """The objects of a tokenizer.json, and of the tokenizer_config.json that may follow in
-    `content` after a NUL.
+    """Parses a tokenizer.json, and the tokenizer_config.json that may follow in `content` after a
+    NUL.
 
     Raises ConfigError.
     """
@@ -146,8 +146,8 @@ def parse(path: Path, content: bytes) -> tuple[Json, Json]:
 
 
 def convert(path: Path, main: Json, config: Json, max_token: int) -> Encoding:
-    """The encoding of a tokenizer.json. Raises ConfigError with the reason if tiktoken cannot
-    encode as the file says.
+    """Converts the encoding of a tokenizer.json. Raises ConfigError with the reason if tiktoken
+    cannot encode as the file says.
     """
     try:
         return _convert(main, config, max_token)
@@ -167,9 +167,9 @@ def _convert(main: Json, config: Json, max_token: int) -> Encoding:
 
     order = sorted(made, key=made.__getitem__)  # first the 256 bytes
     ids = [tokens[token] for token in order[256:]]
-    remapped = ids != sorted(ids)  # else an id can be the rank
+    remapped = ids != sorted(ids)  # otherwise ids are the ranks
     if whole_words:
-        # With any rank: no two tokens are next to each other that would make one of them
+        # Any rank is right for these: no two neighbouring tokens ever merge into one
         order += unmade
     if remapped:
         ranks = {token: rank for rank, token in enumerate(order)}
@@ -196,7 +196,7 @@ def _convert(main: Json, config: Json, max_token: int) -> Encoding:
 def files_and_ends(
     main: Json, config: Json, special: dict[str, int]
 ) -> tuple[dict[str, bytes], str, str]:
-    """The files with which a folder has the tokenizer, and the names of bos and eos."""
+    """Builds the files that make a folder this tokenizer, and the names of bos and eos."""
     bos, eos = _bos_and_eos(main, config, special)
     main_file, config_file = JSON_FILES
     files = {
@@ -213,7 +213,7 @@ def _to_bytes(entry: Json) -> bytes:
 def _places(
     tokens: dict[bytes, int], merges: dict[Pair, int], whole_words: bool
 ) -> tuple[dict[bytes, int], list[bytes]]:
-    """token -> the place in the list of the merge that makes it, and tokens that no merges make.
+    """Maps tokens to the index of the merge that makes them; also lists tokens that none makes.
 
     Raises ConfigError if tiktoken would make one that `tokenizers` does not.
     """
@@ -234,19 +234,19 @@ def _places(
 
 
 def encode_alone(token: bytes, merges: dict[Pair, int]) -> tuple[list[bytes], int]:
-    """Its bytes, merged as `tokenizers` does, and the place of the last merge; -1 if none."""
+    """Merges a token's bytes as `tokenizers` does; also returns the last merge's index, or -1."""
     parts = [token[i : i + 1] for i in range(len(token))]
     last = -1
-    places = [merges.get(pair, NEVER) for pair in itertools.pairwise(parts)]  # of neighbours
+    places = [merges.get(pair, NEVER) for pair in itertools.pairwise(parts)]  # one per pair
     while places:
         place = min(places)
         if place == NEVER:
             break
-        i = places.index(place)  # the first of several
+        i = places.index(place)  # the first, if there are several
         last = place
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
         del places[i]
-        # The pairs of the new token
+        # Update the new token's pairs
         if i > 0:
             places[i - 1] = merges.get((parts[i - 1], parts[i]), NEVER)
         if i < len(places):
@@ -255,7 +255,7 @@ def encode_alone(token: bytes, merges: dict[Pair, int]) -> tuple[list[bytes], in
 
 
 def _pattern_and_nfc(main: Json) -> tuple[str, bool]:
-    """The pre-tokenizer's pattern, and whether text is normalised.
+    """Reads the pre-tokenizer's pattern, and whether text is normalised.
 
     Raises ConfigError with all that is refused.
     """
@@ -283,7 +283,7 @@ def _pattern_and_nfc(main: Json) -> tuple[str, bool]:
 
 
 def _pattern(pre_tokenizers: list[Json]) -> tuple[str, list[str]]:
-    """The pattern of ByteLevel, or of the Split before it, and what is refused."""
+    """Reads the pattern of ByteLevel, or of the Split before it, and lists what is refused."""
     *splits, level = pre_tokenizers
     names = " + ".join(step["type"] for step in pre_tokenizers)
     if level["type"] != "ByteLevel" or level.get("add_prefix_space"):
@@ -313,9 +313,9 @@ def _pattern(pre_tokenizers: list[Json]) -> tuple[str, list[str]]:
 
 
 def steps(entry: Json | None, key: str) -> list[Json]:
-    """The steps of a normalizer, pre-tokenizer, decoder or post-processor.
+    """Lists the steps of a normalizer, pre-tokenizer, decoder or post-processor.
 
-    None, one, or those of a Sequence, which lists them under `key`.
+    There is none, one, or those of a Sequence, which lists them under `key`.
     """
     if entry is None:
         return []
@@ -328,12 +328,12 @@ def steps(entry: Json | None, key: str) -> list[Json]:
 
 
 def _special_and_text(main: Json, max_token: int) -> tuple[dict[str, int], dict[bytes, int]]:
-    """Added tokens by name, and the tokens of text by their bytes. Raises ConfigError."""
+    """Reads added tokens by name, and the tokens of text by their bytes. Raises ConfigError."""
     vocab: dict[str, int] = main["model"]["vocab"]
     if any(len(text) > max_token for text in vocab):
         raise ConfigError(f"model.vocab: a token of more than {max_token} bytes")
     special = _special(main["added_tokens"], vocab)
-    # A vocabulary may contain its added tokens, which are no text
+    # A vocabulary may contain its added tokens, which are not text
     texts = {text: i for text, i in vocab.items() if text not in special}
     ids = [*special.values(), *texts.values()]
     if not all(type(i) is int and 0 <= i < MAX_ID for i in ids) or len(set(ids)) < len(ids):
@@ -356,7 +356,7 @@ def _special_and_text(main: Json, max_token: int) -> tuple[dict[str, int], dict[
 
 
 def _special(added_tokens: list[Json], vocab: dict[str, int]) -> dict[str, int]:
-    """Name -> id of the added tokens; new ones follow the vocabulary. Raises ConfigError."""
+    """Maps added tokens to ids; new ones follow the vocabulary. Raises ConfigError."""
     special: dict[str, int] = {}
     following = len(vocab)
     for entry in added_tokens:
@@ -379,7 +379,7 @@ def _special(added_tokens: list[Json], vocab: dict[str, int]) -> dict[str, int]:
 
 
 def _merges(model: Json, tokens: dict[bytes, int]) -> dict[Pair, int]:
-    """Pair of tokens -> its place in the list of merges. Raises ConfigError."""
+    """Maps each pair of tokens to its index in the list of merges. Raises ConfigError."""
     merges = {}
     for place, merge in enumerate(model["merges"]):
         parts = merge.split(" ") if isinstance(merge, str) else merge
@@ -396,9 +396,9 @@ def _merges(model: Json, tokens: dict[bytes, int]) -> dict[Pair, int]:
 
 
 def _bos_and_eos(main: Json, config: Json, special: dict[str, int]) -> tuple[str, str]:
-    """The tokens that enclose a document; a file that has one of them only has it for both.
+    """Finds the tokens that enclose a document; if a file has only one, it serves for both.
 
-    They are those of tokenizer_config.json, else those that the post-processor adds, else the first
+    It takes those of tokenizer_config.json, else those that the post-processor adds, else the first
     of the usual names.
     """
     ends: dict[str, str] = {}
@@ -420,7 +420,7 @@ def _bos_and_eos(main: Json, config: Json, special: dict[str, int]) -> tuple[str
 
 
 def _document_end(key: str, main: Json, config: Json, special: dict[str, int]) -> str | None:
-    """The name of one of the two tokens; `key`: bos_token or eos_token."""
+    """Finds the name of one of the two tokens; `key`: bos_token or eos_token."""
     value = config.get(key)
     name: str | None = value["content"] if isinstance(value, dict) else value
     name = name or of_template(main, key)
@@ -433,7 +433,7 @@ def _document_end(key: str, main: Json, config: Json, special: dict[str, int]) -
 
 
 def of_template(main: Json, key: str) -> str | None:
-    """The token that a TemplateProcessing puts before (bos_token) or after (eos_token) a text."""
+    """Finds the token that TemplateProcessing puts before (bos_token) or after (eos_token) text."""
     for step in steps(main.get("post_processor"), "processors"):
         if step["type"] != "TemplateProcessing":
             continue

@@ -1,4 +1,4 @@
-"""Whether `tokenizers` can read a file: tried in another process.
+"""Tests in another process whether `tokenizers` can read a file.
 
 Why it is here: a malformed file can make the package's Rust code panic twice and abort the process;
 it must be an ordinary error instead. A file that the child has read is assumed safe to read here.
@@ -24,7 +24,7 @@ TEXT = "Some text: 12 \u00e9 \u65e5\u672c\t\n"  # encoded and decoded once
 
 @functools.lru_cache(4)
 def problem_of(texts: tuple[str, ...]) -> str:
-    """Why the package, which is installed, cannot use one of these tokenizers; "" if it can."""
+    """Describes why the package cannot use one of these tokenizers; "" if it can."""
     spec = importlib.util.find_spec("tokenizers")
     assert spec is not None
     assert spec.origin is not None
@@ -47,7 +47,7 @@ def main(folder: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     texts = json.loads(sys.stdin.buffer.read())
     sys.path.append(folder)
-    # The time of this import is the child's, and the command names the folder it comes from
+    # Imported here, because only the child needs it; the command names the folder it comes from
     import tokenizers
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

@@ -1,10 +1,10 @@
-"""vocab.json and merges.txt, the files that a byte-level encoding had before tokenizer.json.
+"""Reads vocab.json and merges.txt, the files of a byte-level encoding before tokenizer.json.
 
-What it is: vocab.json has the id of each token, merges.txt a merge in each line. How text is cut
-before merging is in neither: it follows from `tokenizer_class` in tokenizer_config.json, GPT-2's or
+What it is: vocab.json has the id of each token, merges.txt a merge in each line. Neither says how
+text is cut before merging: that follows from `tokenizer_class` in tokenizer_config.json, GPT-2's or
 Qwen2's; another class is refused. Added tokens are those of `added_tokens_decoder` there; without
-that entry, those of special_tokens_map.json and added_tokens.json. Of all this a tokenizer.json is
-made, which is then read like any other. Ids are those of transformers' class.
+that entry, those of special_tokens_map.json and added_tokens.json. All this is converted to a
+tokenizer.json, which is then read like any other. Ids are those of transformers' class.
 What it costs: the vocabulary is parsed twice: 0.8 s for 150,000 tokens.
 Reference: transformers 5, `GPT2Tokenizer`, `Qwen2Tokenizer` and `tokenization_utils_base.py`
 """
@@ -35,11 +35,11 @@ DEFAULTS = {  # class -> the special tokens that it has if no file names others
     "GPT2Tokenizer": {"bos_token": END, "eos_token": END, "unk_token": END},
     "Qwen2Tokenizer": {"eos_token": END, "unk_token": END, "pad_token": END},
 }
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # flags of an added token
 
 
 def to_tokenizer_json(folder: Path) -> bytes:
-    """tokenizer.json, a NUL and tokenizer_config.json that say what the files in a folder say.
+    """Converts a folder's files to a tokenizer.json, a NUL and a tokenizer_config.json.
 
     Raises ConfigError.
     """
@@ -93,7 +93,7 @@ def to_tokenizer_json(folder: Path) -> bytes:
 
 
 def template(begin: dict[str, int], end: dict[str, int]) -> Json | None:
-    """The post-processor that puts these special tokens, name -> id, around a text."""
+    """Builds the post-processor that puts these special tokens, name -> id, around a text."""
     if not begin and not end:
         return None
 
@@ -114,11 +114,11 @@ def template(begin: dict[str, int], end: dict[str, int]) -> Json | None:
 
 
 def _class_of(folder: Path, config: Json) -> str:
-    """The name of the class, without the `Fast` of earlier versions. Raises ConfigError."""
+    """Finds the name of the class, without the `Fast` of old versions. Raises ConfigError."""
     name = config.get("tokenizer_class")
     if name is None:
-        # Files without it are GPT-2's, as the package `tokenizers` saves them, unless the model
-        # beside them is a Qwen
+        # Files without a class are GPT-2's, as the package `tokenizers` saves them, unless the
+        # model beside them is a Qwen
         model = _read_json(folder / "config.json", optional=True)
         is_qwen = model.get("model_type") in ("qwen2", "qwen3")
         return "Qwen2Tokenizer" if is_qwen else "GPT2Tokenizer"
@@ -132,7 +132,7 @@ def _class_of(folder: Path, config: Json) -> str:
 
 
 def _cut(kind: str, prefix_space: bool) -> tuple[Json | None, Json]:
-    """The normalizer and the pre-tokenizer of a class."""
+    """Builds the normalizer and the pre-tokenizer of a class."""
     if kind == "GPT2Tokenizer":
         return None, _level(prefix_space, use_regex=True)
     split = {
@@ -155,7 +155,7 @@ def _level(add_prefix_space: bool, use_regex: bool) -> Json:
 
 
 def _entry(token: Json, i: int) -> Json:
-    """An added token as tokenizer.json has it."""
+    """Builds an added token for tokenizer.json."""
     if type(i) is not int:
         raise TypeError(f"{i!r:.40} is not an id")
     flags = {flag: bool(token.get(flag, False)) for flag in FLAGS}
@@ -163,7 +163,7 @@ def _entry(token: Json, i: int) -> Json:
 
 
 def _text(token: Any) -> str:
-    """The text of a special token, which is written as such or with its flags."""
+    """Reads the text of a special token, which is written alone or with its flags."""
     text = token["content"] if isinstance(token, dict) else token
     if not isinstance(text, str):
         raise TypeError(f"{text!r:.40} is not the text of a token")
@@ -171,7 +171,7 @@ def _text(token: Any) -> str:
 
 
 def _named(names: Json) -> list[Any]:
-    """The special tokens that have a name, then the others."""
+    """Lists the special tokens that have a name, then the others."""
     others = names.get("extra_special_tokens") or names.get("additional_special_tokens") or []
     if not isinstance(others, list):
         raise TypeError(f"additional_special_tokens: {others!r:.40} is not a list")
@@ -179,7 +179,7 @@ def _named(names: Json) -> list[Any]:
 
 
 def _added_by_files(ids: Json, names: Json) -> list[Json]:
-    """The tokens of added_tokens.json, name -> id; special are those that `names` has too."""
+    """Lists the tokens of added_tokens.json, name -> id; those in `names` are special."""
     special = {_text(token) for token in _named(names)}
     entries = []
     for name, i in ids.items():
@@ -190,7 +190,7 @@ def _added_by_files(ids: Json, names: Json) -> list[Json]:
 
 
 def _not_listed(names: Json, added: list[Json], vocab: Json) -> list[Json]:
-    """Special tokens that are not in `added`: with their ids of the vocabulary, or after all."""
+    """Lists special tokens missing in `added`, with ids of the vocabulary, or else new ids."""
     known = {entry["content"] for entry in added}
     following = max([len(vocab), *(entry["id"] + 1 for entry in added)])
     entries = []
@@ -207,7 +207,7 @@ def _not_listed(names: Json, added: list[Json], vocab: Json) -> list[Json]:
 
 
 def _read_json(path: Path, optional: bool = False) -> Json:
-    """The object in a file; an optional one may be absent. Raises ConfigError."""
+    """Reads the object in a file; an optional file may be absent. Raises ConfigError."""
     if optional and not path.exists():
         return {}
     try:
@@ -219,7 +219,7 @@ def _read_json(path: Path, optional: bool = False) -> Json:
 
 
 def _read_merges(folder: Path, vocab: Json) -> list[str]:
-    """The merges, as `first second`. Raises ConfigError."""
+    """Reads the merges, as `first second`. Raises ConfigError."""
     path = folder / MERGES_FILE
     try:
         text = _read(path).decode()
@@ -246,7 +246,7 @@ def _read_merges(folder: Path, vocab: Json) -> list[str]:
 
 
 def _read(path: Path) -> bytes:
-    """The content of a file. Raises ConfigError."""
+    """Reads the content of a file. Raises ConfigError."""
     try:
         return read_bounded(path, MAX_JSON_FILE)
     except OSError as error:
