@@ -1,4 +1,4 @@
-"""What tests share: the worker pool, a fixed text, and small configs made from it."""
+"""Fixtures of all tests: the worker pool, a fixed text, small configs; and which tests run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,66 @@ from titanlite.tools.verify.pool import Pool
 ROOT = Path(__file__).parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["LOG_RANK"] = "none"
+
+
+# Folder or file -> the mark of its slow tests; the longest path counts. docs/tests.md says after
+# which change which of them are run.
+MARKS = {
+    "checkpoint": "faults",
+    "config": "formats",
+    "data": "formats",
+    "distributed": "faults",
+    "e2e": "faults",
+    "e2e/test_batch_ramp.py": "parity",
+    "e2e/test_conversations.py": "parity",
+    "e2e/test_gpu.py": "parity",
+    "e2e/test_large.py": "parity",
+    "e2e/test_mixture.py": "parity",
+    "e2e/test_parity.py": "parity",
+    "e2e/test_sinks.py": "formats",
+    "learn": "parity",
+    "model": "parity",
+    "nullgpu": "parity",
+    "observe": "faults",
+    "optim": "parity",
+    "parallel": "parity",
+    "probes": "parity",
+    "runtime": "faults",
+    "sinks": "formats",
+    "test_architecture.py": "parity",
+    "test_contributing.py": "formats",
+    "test_fuzz.py": "formats",
+    "test_gpu_script.py": "faults",
+    "test_lectures.py": "formats",
+    "test_one_step.py": "parity",
+    "test_orchestrators.py": "faults",
+    "test_pictures.py": "formats",
+    "test_wheel.py": "formats",
+    "tokenizer": "formats",
+    "tools": "formats",
+    "tools/explain": "parity",
+    "tools/faults": "parity",
+    "tools/learn": "parity",
+    "tools/plan": "parity",
+    "tools/verify": "parity",
+}
+
+
+def pytest_itemcollected(item):
+    """Gives each slow test one of the three marks."""
+    if item.get_closest_marker("slow") is None:
+        return
+    if any(item.get_closest_marker(mark) for mark in MARKS.values()):
+        raise pytest.UsageError(f"{item.nodeid}: MARKS in tests/conftest.py has its mark")
+    item.add_marker(mark_of(item.path.relative_to(ROOT / "tests")))
+
+
+def mark_of(path: Path) -> str:
+    """The mark of the slow tests in this file of tests/."""
+    for part in (path, *path.parents):
+        if str(part) in MARKS:
+            return MARKS[str(part)]
+    raise pytest.UsageError(f"tests/{path} has slow tests: add its folder to MARKS in conftest.py")
 
 
 def pytest_addoption(parser):
@@ -125,7 +185,7 @@ def options(text_file) -> list[str]:
 
 @pytest.fixture
 def arguments(options, tmp_path) -> list[str]:
-    """The same in a folder of this test."""
+    """The arguments of a run whose folder is this test's."""
     return [*options, f"--run.folder={tmp_path}"]
 
 

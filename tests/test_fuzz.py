@@ -17,7 +17,8 @@ from typing import Any
 import fuzz
 import pytest
 import torch
-from fuzz_readers import RANKS, READERS, SHAPE, TOML, Reader, read_any, read_data, read_run
+from fuzz import READERS
+from fuzz_samples import RANKS, SHAPE, TOML, Reader, read_any, read_data, read_run
 
 from titanlite.checkpoint import manifest, retention
 from titanlite.checkpoint.divergence import read_record
@@ -44,10 +45,16 @@ def folder():
         yield Path(path)
 
 
-def failures(readers: list[fuzz.Fuzzed]) -> list[tuple[str, str, bytes]]:
+def failures(readers: list[fuzz.Campaign]) -> list[tuple[str, str, bytes]]:
     return [
         (f.reader, f.what, f.data[:1000]) for reader in readers for f in reader.findings.values()
     ]
+
+
+def test_no_file_with_readers_is_left_out():
+    tests = fuzz.ROOT / "tests"
+    files = (str(path.relative_to(tests)) for path in sorted(tests.rglob("test_*.py")))
+    assert tuple(f for f in files if "\nFUZZED = " in (tests / f).read_text()) == fuzz.TESTS
 
 
 @pytest.mark.slow
@@ -93,7 +100,7 @@ QUICK = ("manifest, sealed", ".proven")
 def test_a_planted_fault_is_found(folder, monkeypatch, name):
     """Within 3,000 inputs; without the fault none is found."""
     monkeypatch.setattr(*PLANTED[name])
-    reader = fuzz.Fuzzed(name, folder)
+    reader = fuzz.Campaign(name, folder)
     while not reader.findings:
         assert reader.executions < 3000
         reader.run(0.5)
@@ -115,7 +122,7 @@ def test_every_kind_of_failure_is_found(folder, monkeypatch):
     monkeypatch.setattr(fuzz, "SECONDS", 2)
     faulty = Reader("bytes", lambda folder: [b""], lambda folder, data: FAULTS[data][0]())
     monkeypatch.setitem(READERS, "faulty", faulty)
-    reader = fuzz.Fuzzed("faulty", folder)
+    reader = fuzz.Campaign("faulty", folder)
     for fault, (_, kind) in FAULTS.items():
         reader.findings.clear()
         reader.run(5.0, iter([fault]))
@@ -145,7 +152,7 @@ def test_what_the_interpreter_does_itself_is_no_failure(folder, monkeypatch):
         torch.ones(1 << 20).add_(1)
 
     monkeypatch.setitem(READERS, "late", Reader("bytes", lambda folder: [b""], read))
-    reader = fuzz.Fuzzed("late", folder)
+    reader = fuzz.Campaign("late", folder)
     reader.run(60.0, iter([b""]))
     torch.set_num_threads(before)
     assert not failures([reader])
@@ -198,7 +205,7 @@ def test_pipes_devices_and_folders_in_place_of_files(folder, monkeypatch, name):
 
     monkeypatch.setattr(fuzz, "SECONDS", 5)
     monkeypatch.setitem(READERS, "special", Reader("bytes", lambda f: [prepare(f)][:0], replace))
-    reader = fuzz.Fuzzed("special", folder)
+    reader = fuzz.Campaign("special", folder)
     files = folder / "special/files"
     inputs = [
         f"{p.relative_to(files)}|{kind}".encode()

@@ -9,7 +9,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from test_architecture import floor
 
 from titanlite.config.load import flavors, load_config
 from titanlite.config.schema import sections
@@ -93,14 +92,21 @@ def test_every_module_that_train_imports_is_on_the_route_or_excused():
     assert not unexplained
 
 
+def places_of_rooms() -> dict[str, int]:
+    """Room -> the number of its layer in the contract of pyproject.toml, counted from the ground."""
+    text = (ROOT / "pyproject.toml").read_text()
+    (contract,) = re.findall(r"^layers = \[.*?\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    layers = re.findall(r'^    "(.+?)"', contract, re.MULTILINE)[::-1]
+    return {room: i for i, layer in enumerate(layers) for room in layer.split(" | ")}
+
+
 def test_every_room_has_its_line_from_the_ground_up():
     pattern = r"^\| \[`(\w+)/`\]\(\.\./titanlite/(\w+)\) \| .+ \|$"
     rooms = re.findall(pattern, ARCHITECTURE, re.MULTILINE)
     folders = {path.parent.name for path in (ROOT / "titanlite").glob("*/__init__.py")}
     assert [name for name, _ in rooms] == [link for _, link in rooms]
     assert {name for name, _ in rooms} == folders
-    floors = [floor(name) for name, _ in rooms]
-    assert floors == sorted(floors)
+    assert [places_of_rooms()[name] for name, _ in rooms] == sorted(places_of_rooms().values())
 
 
 def test_every_tool_has_its_line():

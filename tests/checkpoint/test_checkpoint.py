@@ -265,7 +265,7 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
-# Of each kind one; tests/checkpoint/test_manifest.py finds the others in the folder of a checkpoint
+# One of each kind; tests/checkpoint/test_manifest.py finds the others in the folder of a checkpoint
 # without a run.
 OF_EACH_KIND = (
     "a shard is gone",

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fuzz_samples import Reader, given
 from text_in_memory import Documents, Ranks, only_source
 
 from titanlite.checkpoint.divergence import (
@@ -176,3 +177,23 @@ def test_a_damaged_record_does_not_hide_a_divergence(tmp_path):
     (tmp_path / RECORD).write_text("{")
     advice = end_command(tmp_path, SETTINGS, "step 5: the gradient norm is nan", NOBODY)
     assert advice.startswith("the same command resumes from step 4")
+
+
+def read_diverged(folder: Path, data: bytes) -> None:
+    (folder / RECORD).write_bytes(data)
+    record = read_record(folder)
+    assert all(0 <= entry["first"] < entry["end"] for entry in record.rollbacks)
+    assert type(record.attempts) is type(record.newest) is int
+
+
+ROLLED_BACK = {
+    "attempts": 2,
+    "newest": 4,
+    "config": "ab",
+    "last": "step 5",
+    "rollbacks": [
+        {"step": 5, "resumed": 4, "first": 32, "end": 40},
+        {"step": 9, "first": 72, "end": 80},
+    ],
+}
+FUZZED = {RECORD: Reader("text", given(json.dumps(ROLLED_BACK).encode(), b"{}"), read_diverged)}

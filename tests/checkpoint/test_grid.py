@@ -68,7 +68,7 @@ def test_a_tensor_of_no_dimensions_has_one_cell_and_an_empty_one_none():
 @pytest.mark.slow
 def test_offsets_whose_hashes_collide_cost_nothing():
     """20,000 of them in a dict take a minute: each is compared with all others."""
-    # Of the hash of tuples in CPython
+    # Constants of CPython's hash of tuples
     modulus, first, second = 2**64, 11400714785074694791, 14029467366897019727
     offsets, target = [], 12345
     for row in range(200_000):

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import read_step, write_step
+from fuzz_samples import STEP, Reader, read_run, write_run
 from runs import train_run
 
 from titanlite.checkpoint import manifest as manifests
@@ -465,3 +466,26 @@ def test_damage_is_seen_by_all_processes(pool, step):
     content[-1] ^= 1
     (step / MODEL).write_bytes(content)
     pool.run(2, load_together, step)
+
+
+def without_seal(folder: Path) -> list[bytes]:
+    return [sample.decode().rpartition(SEAL)[0].encode() + b"}" for sample in write_run(folder)]
+
+
+def sealed(data: bytes) -> bytes:
+    """A manifest with a valid hash of itself."""
+    body = data.rstrip().removesuffix(b"}")
+    return body + SEAL.encode() + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+
+
+def read_with_manifest(folder: Path, data: bytes) -> None:
+    (folder / STEP / NAME).write_bytes(data)
+    read_run(folder)
+
+
+FUZZED = {
+    "manifest": Reader("text", write_run, read_with_manifest),
+    "manifest, sealed": Reader(
+        "text", without_seal, lambda folder, data: read_with_manifest(folder, sealed(data))
+    ),
+}

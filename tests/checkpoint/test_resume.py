@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from fuzz_samples import DATA, SHAPE, STEP, Reader, resume, write_run
 from messages import refused
 
 from titanlite.checkpoint.grid import Grid
-from titanlite.checkpoint.manifest import FileEntry, Manifest, TensorEntry
-from titanlite.checkpoint.resume import missing_parts, require_compatible, samples_used
+from titanlite.checkpoint.manifest import NAME, SEAL, FileEntry, Manifest, TensorEntry
+from titanlite.checkpoint.resume import EXCLUDED, missing_parts, require_compatible, samples_used
 from titanlite.checkpoint.state import RandomState, state_of
 from titanlite.checkpoint.step_files import digest_of
 from titanlite.config.schema import CheckpointConfig, Config
@@ -90,3 +94,30 @@ def test_a_model_that_computes_otherwise_is_refused(tmp_path, older):
         resume(sliding_window=8)
     with refused("model.rope_theta was 500000.0 and is 10000.0"):
         resume(rope_theta=10000.0)
+
+
+def resume_with(name: str, folder: Path, data: bytes) -> None:
+    """Resumes with other bytes in a small file of the step, and a manifest that fits them."""
+    (folder / STEP / name).write_bytes(data)
+    fields = json.loads((folder / STEP / NAME).read_text())
+    fields["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    fields.pop("sha256")
+    body = json.dumps(fields).removesuffix("}")
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    (folder / STEP / NAME).write_text(f'{body}{SEAL}{digest}"}}\n')
+    resume(folder)
+
+
+def file_of_a_step(name: str, sample: bytes) -> Reader:
+    def prepare(folder: Path) -> list[bytes]:
+        write_run(folder)
+        return [sample]
+
+    return Reader("text", prepare, functools.partial(resume_with, name))
+
+
+FUZZED = {
+    "model.json of a step": file_of_a_step("model.json", SHAPE),
+    "data.json of a step": file_of_a_step("data.json", DATA),
+    f"{EXCLUDED} of a step": file_of_a_step(EXCLUDED, b"[[32, 40], [72, 80]]"),
+}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_step
+from fuzz_samples import Reader, given
 from runs import train_run
 
 from titanlite.checkpoint.folders import list_steps
@@ -186,3 +187,15 @@ def test_a_run_keeps_the_newest_every_nth_and_the_best(pool, arguments, tmp_path
     losses = validation(tmp_path / "debug")
     best = min((loss, -step) for step, loss in losses.items() if step > 0)
     assert list_steps(tmp_path / "debug/checkpoints") == sorted({4, 8, 9, -best[1]})
+
+
+def read_proven(folder: Path, data: bytes) -> None:
+    (folder / PROVEN).write_bytes(data)
+    proof = read_proof(folder)
+    assert 0 <= proof.step < 1 << 62
+    assert 0 <= proof.plausible < 1 << 62
+    assert proof.loss is None or math.isfinite(proof.loss)
+
+
+PROOF = b'{"step": 120, "plausible": 110, "loss": 2.5, "validation_loss": null}'
+FUZZED = {PROVEN: Reader("bytes", given(PROOF), read_proven)}

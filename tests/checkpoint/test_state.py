@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import random
+from pathlib import Path
 
 import torch
+from fuzz_samples import Reader
 
 from titanlite.checkpoint.state import OptionalStateful, RandomState, state_of
 
@@ -39,3 +42,22 @@ def test_random_state_round_trips():
     random.random()
     state.load_state_dict(saved)
     assert (random.random(), torch.rand(3).tolist()) == expected
+
+
+def random_state_bytes() -> bytes:
+    return b"".join(tensor.numpy().tobytes() for tensor in RandomState().state_dict().values())
+
+
+def load_random_state(folder: Path, data: bytes) -> None:
+    """Loads states of random generators that have the right shape and any content."""
+    content = io.BytesIO(data.ljust(len(random_state_bytes()), b"\0"))
+    state = RandomState().state_dict()
+    for name, tensor in state.items():
+        state[name] = torch.frombuffer(bytearray(content.read(tensor.nbytes)), dtype=tensor.dtype)
+    RandomState().load_state_dict(state)
+    random.random(), torch.rand(3)
+
+
+FUZZED = {
+    "random state": Reader("bytes", lambda folder: [random_state_bytes()], load_random_state),
+}

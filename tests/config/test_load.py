@@ -5,15 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from fuzz_samples import TOML, Reader, given
 from messages import assert_mentions, refused
 
 from titanlite.config.keys import all_keys
 from titanlite.config.load import flavors, load_config
-from titanlite.config.schema import FROM_CHECKPOINT, ModelConfig
+from titanlite.config.schema import FROM_CHECKPOINT, Config, ModelConfig
 from titanlite.config.to_toml import to_toml
-from titanlite.model.flavors import FLAVORS
+from titanlite.model.flavors import FLAVORS, resolve_flavor
+from titanlite.rules.check import check_layout
 from titanlite.runtime.errors import ConfigError
 
 
@@ -374,3 +377,38 @@ def test_the_config_of_an_older_run_has_old_and_new_keys(toml, tokens, prompts, 
         f"[validation]\nprompts = {prompts}\nprompt_tokens = 64\n"
     )
     assert load_config([path]).validation.prompts == expected
+
+
+def use(config: Config) -> None:
+    to_toml(config)
+    check_layout(config, resolve_flavor(config.model, 4112), 1)
+
+
+def read_toml(folder: Path, data: bytes) -> None:
+    (folder / "run.toml").write_bytes(data)
+    (folder / "base.toml").write_bytes(b"[run]\nseed = 1\n")
+    use(load_config([str(folder / "run.toml")]))
+
+
+def read_arguments(folder: Path, data: bytes) -> None:
+    arguments = data.decode("utf-8", "surrogateescape").split("\n")  # as the system gives them
+    use(load_config(arguments))
+
+
+SHORT = b"""base = "base.toml"
+[training]
+steps = 10
+seq_len = 64
+[optimizer]
+betas = [0.9, 0.95]
+"""
+ARGUMENTS = b"""debug
+--training.steps=100
+--training.seq_len
+64
+--compile.enabled
+--optimizer.betas=[0.9, 0.95]"""
+FUZZED = {
+    "TOML": Reader("text", given(TOML, SHORT), read_toml, names_files=True),
+    "command line": Reader("text", given(ARGUMENTS), read_arguments, names_files=True),
+}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 
 import pytest
+from fuzz_samples import Reader, prepare_data, read_data_with
 from messages import refused
 
 from titanlite.data.prepared_manifest import read_manifest
@@ -103,3 +105,10 @@ def test_a_manifest_that_cannot_be_read_is_not_to_be_deleted(tmp_path):
         read_manifest(tmp_path)
     assert "manifest.json: " in str(caught.value)
     assert "delete" not in str(caught.value)
+
+
+FUZZED = {
+    "prepared manifest": Reader(
+        "text", prepare_data, functools.partial(read_data_with, "manifest.json")
+    ),
+}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
+import json
 from pathlib import Path
 
 import numpy as np
+from fuzz_samples import Reader, prepare_data, read_data_with
 
 from titanlite.data.prepared_manifest import token_dtype
 from titanlite.data.shards import Tokens
@@ -69,3 +73,40 @@ def test_target_masks_cross_shards(tmp_path):
 def test_token_width():
     assert token_dtype(65_536).itemsize == 2
     assert token_dtype(65_537).itemsize == 4
+
+
+def file_of_data(name: str, folder: Path) -> list[bytes]:
+    prepare_data(folder)
+    return [(folder / "data" / name).read_bytes()]
+
+
+def read_shard(folder: Path, data: bytes) -> None:
+    """Reads a shard whose length and hash in the manifest are made to fit."""
+    manifest = json.loads((folder / "data/manifest.json").read_text())
+    split = manifest["splits"]["train"]
+    (shard,) = split["shards"]
+    (folder / "data" / shard["file"]).write_bytes(data)
+    shard["tokens"] = len(data) // np.dtype(manifest["dtype"]).itemsize
+    shard["sha256"] = hashlib.sha256(data).hexdigest()
+    split["tokens"] = shard["tokens"]
+    read_data_with("manifest.json", folder, json.dumps(manifest).encode())
+
+
+def read_starts(folder: Path, data: bytes) -> None:
+    """Reads starts of documents whose number and hash in the manifest are made to fit."""
+    manifest = json.loads((folder / "data/manifest.json").read_text())
+    split = manifest["splits"]["train"]
+    (shard,) = split["shards"]
+    (folder / "data" / shard["starts"]["file"]).write_bytes(data)
+    shard["starts"]["sha256"] = hashlib.sha256(data).hexdigest()
+    shard["documents"] = len(data) // 8
+    split["documents"] = shard["documents"]
+    read_data_with("manifest.json", folder, json.dumps(manifest).encode())
+
+
+FUZZED = {
+    "shard": Reader("bytes", functools.partial(file_of_data, "train-00000.bin"), read_shard),
+    "starts": Reader(
+        "bytes", functools.partial(file_of_data, "train-00000.starts.bin"), read_starts
+    ),
+}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fuzz_samples import Reader, prepare_data, read_data, read_data_with
 from messages import refused
 
 from titanlite.config.schema import DataConfig
@@ -101,3 +103,17 @@ def test_an_id_beyond_the_vocabulary_is_found(section, folder):
         "train-00000.bin", f"token id {TOKENIZER.size} at byte 14", f"below {TOKENIZER.size}"
     ):
         prepare(section, TOKENIZER, quiet)
+
+
+def verified_data(folder: Path) -> list[bytes]:
+    """Prepares data and reads it once; returns the record of what was verified."""
+    prepare_data(folder)
+    read_data(folder / "data")
+    return [(folder / "data" / verify.RECORD).read_bytes()]
+
+
+FUZZED = {
+    "verified.json": Reader(
+        "text", verified_data, functools.partial(read_data_with, verify.RECORD)
+    ),
+}

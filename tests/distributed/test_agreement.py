@@ -8,12 +8,14 @@ import os
 
 import pytest
 import torch.distributed as dist
+from fuzz_samples import Reader, given
 
 from titanlite.distributed.agreement import (
     StorageError,
     broadcast_from_rank0,
     gather,
     on_all_ranks,
+    read_message,
     require_agreement,
 )
 from titanlite.runtime.errors import ConfigError
@@ -118,3 +120,12 @@ def test_a_file_that_fails_on_rank_0_is_an_error_of_all(pool, number, kind):
         pool.run(2, fail_on_rank_0, number)
         == [f"{kind}: /run/config.toml: {os.strerror(number)}"] * 2
     )
+
+
+FUZZED = {
+    "message": Reader(
+        "text",
+        given(b'[null, [], ""]', b'["no such folder"]'),
+        lambda folder, data: read_message(data),
+    ),
+}

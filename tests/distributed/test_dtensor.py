@@ -16,7 +16,7 @@ SIZES = ((4, 1024), (6, 10), (8,))
 
 
 def sums_on_a_mesh() -> list[tuple[int, int, float]]:
-    """Of each tensor: holders, elements here, and the sum of squares over all ranks."""
+    """For each tensor: holders, elements here, and the sum of squares over all ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = []
     for size in SIZES:

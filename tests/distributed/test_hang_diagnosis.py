@@ -4,6 +4,7 @@ tests/e2e/test_hang.py.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -13,9 +14,17 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from fuzz_samples import Reader, given
 
 from titanlite.distributed import agreement, hang_diagnosis
-from titanlite.distributed.hang_diagnosis import SILENT, Diagnosis, Heartbeat, diagnose, locate
+from titanlite.distributed.hang_diagnosis import (
+    SILENT,
+    Diagnosis,
+    Heartbeat,
+    diagnose,
+    locate,
+    read_heartbeat,
+)
 from titanlite.observe.waits import timed
 
 FOLDER = Path("hang")
@@ -164,3 +173,35 @@ def test_every_module_that_waits_for_a_message_counts_as_waiting():
             "titanlite." + ".".join(path.relative_to(package).with_suffix("").parts)
             in hang_diagnosis.WAITING
         )
+
+
+def use_heartbeat(folder: Path, data: bytes) -> None:
+    own = Heartbeat(1, "node", 8, still=300.0)
+    beat = read_heartbeat(data)
+    if beat is not None:
+        diagnose([own, beat.aged(5.0, own)], own, folder)
+        diagnose([own, beat.aged(1.0, own)], dataclasses.replace(own, rank=0), folder)
+        json.dumps(asdict(beat))
+
+
+BEAT = Heartbeat(
+    0,
+    "node",
+    7,
+    1.5,
+    3,
+    '"training" of step 4',
+    100.0,
+    "comm.timeout_seconds",
+    200.0,
+    2,
+    "train.py:9",
+)
+DIAGNOSED = dataclasses.replace(BEAT, diagnosis={"message": "rank 1: no progress", "frozen": [1]})
+FUZZED = {
+    "heartbeat": Reader(
+        "text",
+        given(*(json.dumps(asdict(beat)).encode() for beat in (BEAT, DIAGNOSED))),
+        use_heartbeat,
+    ),
+}

@@ -29,8 +29,8 @@ def mesh_facts(degrees: dict[str, int]) -> tuple:
 
 @pytest.mark.parametrize(
     ("degrees", "ranks", "data", "total"),
-    # Of the last rank: its place on each axis and on dp_shard_cp; (data_rank, data_size); sum of
-    # losses
+    # For the last rank: its place on each axis and on dp_shard_cp; (data_rank, data_size); the sum
+    # of losses
     [
         ({"dp_shard": 4}, (0, 0, 3, 0, 0, 3), (3, 4), 1111),
         ({"dp_replicate": 2, "dp_shard": 2}, (0, 1, 1, 0, 0, 1), (3, 4), 1111),

@@ -13,7 +13,7 @@ from runs import curve, rows, samples_of_a_run, train_run, train_until
 
 from titanlite.observe.console import duration
 
-# Of 64 tokens a sequence: steps of 8, 8, 16, 16, 24 and 32 sequences
+# Steps of 8, 8, 16, 16, 24 and 32 sequences of 64 tokens
 RAMP = [
     "--training.batch_ramp=16 from step 3, 32 by 8 from 4_608 tokens",
     "--training.local_batch_size=2",

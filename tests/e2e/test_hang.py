@@ -98,7 +98,7 @@ def run_with(tmp_path, arguments, processes=2, **patch) -> tuple[int, str, float
     return result.returncode, result.stdout + result.stderr, time.time() - started.stat().st_mtime
 
 
-# Of two processes in step 4
+# Where one of two processes waits in step 4
 READS = {"module": "data.order", "owner": "Samples", "method": "pick", "call": 13}
 SAVES = {"module": "checkpoint.async_save", "owner": "AsyncSaver", "method": "save", "call": 1}
 VALIDATES = {"module": "parallel.stages", "owner": "Stages", "method": "evaluate", "call": 2}

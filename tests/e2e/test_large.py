@@ -21,8 +21,8 @@ from titanlite.rules.check import check_layout
 def account(
     arguments: list[str], vocab_size: int, world_size: int, rank: int
 ) -> tuple[dict[str, int], int]:
-    """Of one process of the cluster: the whole size of each parameter it has a part of, and the
-    size of its parts.
+    """For one process of the cluster: the whole size of each parameter that it has a part of, and
+    the size of its parts.
     """
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=world_size)

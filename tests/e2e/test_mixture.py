@@ -179,7 +179,7 @@ def test_changed_sources_are_named_and_later_phases_may_change(pool, mixed, tmp_
         with refused(*expected, f"--checkpoint.accept={key}"):
             resume(changed)
         resume(changed, f"--checkpoint.accept={key}")
-    # Of a checkpoint from before packing and masks
+    # A checkpoint from before packing and masks
     older = {**manifest.config, "data": {"path": ""}}
     with refused(
         "data.packing was split and is best_fit", "data.document_mask was False and is True"

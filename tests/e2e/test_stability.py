@@ -104,7 +104,7 @@ def stop_with_nan(step: int, arguments: list[str]) -> int:
 CASES = [
     (["parallel.dp_shard=4"], 0, "loss"),
     (["parallel.pp=2", "parallel.dp_shard=2"], 2, "loss"),  # of the last stage
-    # Of the first
+    # of the first stage
     pytest.param(["parallel.pp=2", "parallel.dp_shard=2"], 0, "gradient", marks=pytest.mark.slow),
     (["parallel.tp=2", "parallel.dp_shard=2"], 1, "gradient"),
     pytest.param(["parallel.tp=2", "parallel.dp_shard=2"], 0, "loss", marks=pytest.mark.slow),

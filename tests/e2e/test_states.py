@@ -61,9 +61,9 @@ Fingerprint = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], str]
 
 
 def fingerprints(state: State) -> dict[str, Fingerprint]:
-    """Of this rank's part of each tensor, by name.
+    """Fingerprints of this rank's part of each tensor, by name.
 
-    Of the clock, which advances between two looks, only the kind.
+    The clock advances between two looks, so only its kind is in its fingerprint.
     """
     found = {}
     flat = {f"{section}.{key}": value for section in state for key, value in state[section].items()}

@@ -95,7 +95,7 @@ def test_keys_change_the_flavor():
 
 
 def test_windows():
-    """Of each block, in sequences of some length."""
+    """The window of each block, in sequences of some length."""
     mistral = resolve_flavor(ModelConfig(flavor="mistral_7b_v0.1"), 100)
     assert mistral.windows(4097) == [4096] * 32
     assert mistral.windows(4096) == [0] * 32

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-# Of CUDA's driver and of NVML, as torch and Triton load them
+# Names by which torch and Triton load CUDA's driver and NVML
 NAMES = ("libcuda.so.1", "libnvidia-ml.so.1")
 
 
@@ -65,7 +65,7 @@ def build(folder: Path) -> Path:
 def environment(
     library: Path, devices: int = 1, gib: float = 79.1, log: Path | None = None
 ) -> dict[str, str]:
-    """The environment of a process that sees so many devices with so much memory each."""
+    """The environment of a process that sees this many devices, each with this much memory."""
     folder = str(library.parent)
     found = {
         **os.environ,

@@ -1,5 +1,4 @@
-"""train.py on a GPU that computes nothing (see runtime.cpp): what must run there, as runs that do
-not crash.
+"""Runs of train.py on a GPU that computes nothing (see runtime.cpp): none may crash.
 
 Skipped without a CUDA build of torch, as in CI, and where there is a real GPU. With one of torch's
 CUDA wheels: `python -m pytest -m slow tests/nullgpu`. All layouts: `tests/nullgpu/ladder.py`.
@@ -155,7 +154,7 @@ def test_a_step_asks_for_no_more_than_it_needs(library, options, casts):
 
 
 def launches(step: Counts, part: str) -> int:
-    """Of kernels with this in their name."""
+    """How many kernels with this in their name were launched."""
     return sum(number for name, number in step.kernels.items() if part in name)
 
 
@@ -200,7 +199,7 @@ def test_the_memory_is_that_of_the_allocator(library, arguments):
     assert "OutOfMemoryError" in done.stderr
 
 
-# Of tests/e2e/test_gpu.py, those that compare no numbers: the others fail here, since all numbers
+# The tests of tests/e2e/test_gpu.py that compare no numbers: the others fail here, since all numbers
 # are 0.
 WITHOUT_NUMBERS = [
     "test_samples_during_training",

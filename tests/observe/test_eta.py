@@ -131,8 +131,8 @@ NEVER = ValidationConfig()
 def test_within_a_tenth_after_the_first_minute(
     pool, tmp_path, training, validation, checkpoint, times
 ):
-    """Of the real remaining time, and at the end within one save: of the first one nothing is known
-    before it.
+    """The estimate is within a tenth of the real time, and at the end within one save: nothing is
+    known of the first save before it.
     """
     ((found, end),) = pool.run(1, simulated, tmp_path, training, validation, checkpoint, times)
     begin = found[0][1] - times.compiling
@@ -195,7 +195,7 @@ def test_pauses_that_have_not_occurred_alone():
     eta.add_window(1.0, 100, [(0, 3.0)])
     eta.add_window(1.0, 100, [(10, 5.0)])
     assert eta.remaining(100, 0) == 5
-    # Of a run that was resumed after step 10
+    # A run that was resumed after step 10
     eta = estimate(validation={"freq": 20}, checkpoint={"freq": 10})
     eta.add_window(1.0, 100, [(20, 5.0)])
     assert eta.remaining(95, 0) == 5

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
-from titanlite.observe.metrics_file import RowReader
+from fuzz_samples import Reader, given, json_lines
+
+from titanlite.observe.metrics_file import RowReader, truncate_after
+from titanlite.sinks.metric_names import scalars
 
 
 def line(step: int, **more) -> str:
@@ -44,3 +48,15 @@ def test_lines_that_were_removed_are_noticed(tmp_path):
     assert reader.read() is None
     path.unlink()
     assert reader.read() is None
+
+
+def read_metrics(folder: Path, data: bytes) -> None:
+    (folder / "metrics.jsonl").write_bytes(data)
+    for row in RowReader(folder / "metrics.jsonl").read() or []:
+        scalars(row)
+    truncate_after(folder / "metrics.jsonl", 3)
+    assert len((folder / "metrics.jsonl").read_bytes()) <= len(data) + 1
+
+
+ROWS = [{"step": i, "loss": 2.5, "mfu": None} for i in range(6)]
+FUZZED = {"metrics.jsonl": Reader("text", given(json_lines(ROWS)), read_metrics)}

@@ -107,7 +107,7 @@ def run_and_ask_again(arguments: list[str], folder: Path) -> int:
 def test_a_recording_counts_its_own_steps_and_a_second_request_gets_an_answer(
     pool, arguments, tmp_path
 ):
-    """Of four steps that it would record after the warmup, the run has three."""
+    """The recording wants four steps after its warmup; the run has three."""
     asked = [
         *arguments,
         "--profiling.warmup_steps=1",

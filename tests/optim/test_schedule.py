@@ -14,7 +14,7 @@ from titanlite.optim.schedule import Schedule, lr_factor
 
 
 def factors(total: int = 100, **section) -> list[float]:
-    """Of steps 1, 2, ..., total + 50."""
+    """The factors of steps 1, 2, ..., total + 50."""
     config = ScheduleConfig(**{"warmup_steps": 10, "min_ratio": 0.1, **section})
     return [lr_factor(config, step, total) for step in range(1, total + 51)]
 

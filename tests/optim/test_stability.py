@@ -85,7 +85,7 @@ def test_a_spike_before_the_end_of_the_warmup_is_none():
 
 
 def test_a_new_level_is_adopted_within_a_window():
-    """Of the 64 steps at first, half a window, each is a spike; then none."""
+    """The first 64 steps, half a window, are all spikes; then none is."""
     losses, norms = torch.randn(600, generator=torch.Generator().manual_seed(0)), torch.ones(600)
     losses[300:] += 20
     found = withheld(make_guard(threshold=6, action="skip"), 10 + losses, norms)

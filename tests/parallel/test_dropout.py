@@ -55,7 +55,7 @@ def standardised(mask: torch.Tensor, p: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9])
 def test_the_share_of_dropped_numbers(p):
-    """Of all, of each token and of each feature: as of independent draws."""
+    """All numbers, each token's and each feature's are dropped as by independent draws."""
     numbers = standardised(dropped(dropout_keys(1, range(16), 256), SALT, 0, 512, p), p)
     numbers = numbers.flatten(0, 1)  # (4096 tokens, 512 features)
     rows, columns = numbers.shape

@@ -210,7 +210,7 @@ def test_it_compiles_with_recomputation_to_one_graph_and_the_same_numbers(mode):
 
 
 def gradients_of(parallel: dict[str, Any], compute: str) -> dict[str, torch.Tensor]:
-    """Of a batch twice, with emulated float8: whole, whatever part of them this process has."""
+    """Whole gradients after the same batch twice, with emulated float8."""
     stages = build_stages(
         parallel, 0, EVEN, Float8Config(enabled=True, emulate=True), compute_dtype=compute
     )
@@ -242,7 +242,7 @@ def test_sharded_weights_have_the_same_scales(pool, compute):
 
 
 def losses_of(folder: Path, name: str, options: list[str]) -> list[float]:
-    """Of 200 steps of debug."""
+    """The losses of 200 steps of debug."""
     command = [
         sys.executable,
         "train.py",

@@ -329,7 +329,7 @@ def test_adapters_of_peft_give_its_logits_and_gradients(peft_model, p, monkeypat
         if not parameter.requires_grad:
             assert parameter.grad is None
             continue
-        # Of the same layer and factor; the rows of B of wq and wk are in another order
+        # The gradient of the same layer and factor; rows of B of wq and wk are in another order
         number = name.split(".")[1]
         factor = "lora_A" if "lora_a" in name else "lora_B"
         of_layer = f".layers.{number}."

@@ -22,7 +22,7 @@ Gradients = dict[str, torch.Tensor]
 def gradients_of(
     parallel: dict[str, Any], llama: Any, sections: list[Any], compute: str
 ) -> Gradients:
-    """Of two local batches in which tokens occur more than once."""
+    """Gradients after two local batches in which tokens occur more than once."""
     torch._dynamo.reset()
     stages = build_stages(parallel, 0, llama, *sections, compute_dtype=compute)
     (model,) = stages.model_parts

@@ -48,7 +48,7 @@ def test_every_parameter_is_planned(pool, tied):
 
 
 def loss_and_gradient(ignore: bool) -> tuple[float, torch.Tensor]:
-    """Of logits whose vocabulary is cut over two processes; the gradient is of this process's part."""
+    """The loss of logits whose vocabulary is cut over two processes, and the gradient of this part."""
     mesh = line(2)
     logits, labels = make_logits(ignore)
     mine = logits.chunk(2, dim=-1)[mesh.get_local_rank()].clone().requires_grad_()

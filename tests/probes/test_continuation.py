@@ -17,7 +17,7 @@ from titanlite.distributed.torch_private import num_compiled_graphs
 from titanlite.model.generate import generate
 from titanlite.probes.continuation import Choice, Continuation
 
-# Of different lengths, and more than a local batch
+# Prompts of different lengths, more than a local batch
 PROMPTS = ("7 12 99", "", "1 2 3 4 5 6 7", "64 3", "50")
 BOS, EOS, SEQ_LEN, NEW = 101, 102, 16, 6
 TOKENIZER: Any = SimpleNamespace(
@@ -29,7 +29,7 @@ TOKENIZER: Any = SimpleNamespace(
 
 
 def continuation(parallel: dict[str, Any], *sections: Any) -> Continuation:
-    """Of a small model in this layout."""
+    """Builds the continuation of a small model in this layout."""
     stages = build_stages(parallel, 0, EVEN, *sections, seq_len=SEQ_LEN, local_batch_size=2)
     data = next((section for section in sections if isinstance(section, DataConfig)), DataConfig())
     training: Any = SimpleNamespace(seq_len=SEQ_LEN, local_batch_size=2)
@@ -157,7 +157,7 @@ def test_a_request_to_stop_is_obeyed_between_tokens(pool):
 
 
 def ended(weight: float) -> list[str] | None:
-    """Of a model whose output weights are all this number."""
+    """Continues with a model whose output weights are all this number."""
     made = continuation({"dp_shard": 1})
     torch.nn.init.constant_(made.stages.model_parts[0].output.weight, weight)
     return continued(made)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import os
 import time
+from pathlib import Path
 
 import pytest
+from fuzz_samples import RANKS, TEXT, Reader, given
 from messages import refused
 
 from titanlite.tokenizer.bpe import train_bpe, write_rank_file
 from titanlite.tokenizer.tokenizer import BUNDLED, MAX_RANK_FILE, MAX_TOKEN, Tokenizer
+from titanlite.tools.formats.huggingface_tokenizer import to_files
 
 KOREAN = "대규모 언어 모델을 처음부터 학습합니다. "
 
@@ -143,3 +146,13 @@ def test_tokens_and_files_have_a_largest_size(tmp_path):
 def test_no_longer_token_is_trained():
     tokens = train_bpe(["=" * 5000, "=" * 5000], 300)
     assert max(map(len, tokens)) == MAX_TOKEN == 1024
+
+
+def read_ranks(folder: Path, data: bytes) -> None:
+    (folder / "ranks").write_bytes(data)
+    tokenizer = Tokenizer(folder / "ranks")
+    tokenizer.decode(tokenizer.encode(TEXT))
+    to_files(tokenizer, 16)
+
+
+FUZZED = {"rank file": Reader("text", given(RANKS), read_ranks)}

@@ -19,12 +19,14 @@ from foreign_tokenizers import (
     trained,
     write,
 )
+from fuzz_samples import TEXT, Reader, tokenizer_of_others
 from messages import refused
 
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.byte_level import merges_of, to_bytes, to_text
 from titanlite.tokenizer.tokenizer import BUNDLED, MAX_TOKEN, Tokenizer
 from titanlite.tokenizer.tokenizer_json import Encoding, convert, encode_alone, find, parse
+from titanlite.tools.formats.huggingface_tokenizer import to_files
 
 STYLES = ("gpt2", "llama3", "qwen")
 
@@ -462,3 +464,20 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(BUNDLED.read_bytes())
     assert Tokenizer(tmp_path).size == Tokenizer().size
+
+
+def samples_of_others(folder: Path) -> list[bytes]:
+    """Without a normalizer, and with Qwen's NFC."""
+    main = tokenizer_of_others()
+    return [json.dumps(main | {"normalizer": kind}).encode() for kind in (None, {"type": "NFC"})]
+
+
+def read_json(folder: Path, data: bytes) -> None:
+    (folder / "tokenizer.json").write_bytes(data)
+    tokenizer = Tokenizer(folder)
+    tokenizer.decode(tokenizer.encode(TEXT))
+    Tokenizer(folder, tokenizer.content)
+    to_files(tokenizer, 16)
+
+
+FUZZED = {"data.tokenizer": Reader("text", samples_of_others, read_json)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
+import fuzz_samples
 import pytest
 from foreign_tokenizers import mixed_text, random_unicode, trained, write_vocab
+from fuzz_samples import Reader, tokenizer_of_others
 from messages import refused
 
 from titanlite.tokenizer import vocab_and_merges
@@ -260,3 +263,41 @@ def test_sizes_are_limited(tmp_path, monkeypatch):
         file.truncate(size + 1)
     with refused("merges.txt", f"at most {size} bytes"):
         Tokenizer(folder)
+
+
+def write_files(name: str, folder: Path) -> list[bytes]:
+    """Writes the files that precede tokenizer.json; returns the one of this name."""
+    main = tokenizer_of_others()["model"]
+    config = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "add_bos_token": True,
+        "added_tokens_decoder": {str(len(main["vocab"])): {"content": "<a>", "special": True}},
+        "additional_special_tokens": ["<b>"],
+    }
+    contents = {
+        "vocab.json": json.dumps(main["vocab"]),
+        "merges.txt": "\n".join(["#version: 0.2", *(" ".join(pair) for pair in main["merges"])]),
+        "tokenizer_config.json": json.dumps(config),
+    }
+    for file, content in contents.items():
+        (folder / file).write_text(content)
+    return [contents[name].encode()]
+
+
+def read_files(name: str, folder: Path, data: bytes) -> None:
+    (folder / name).write_bytes(data)
+    tokenizer = Tokenizer(folder)
+    tokenizer.decode(tokenizer.encode(fuzz_samples.TEXT))
+    to_files(tokenizer, 16)
+
+
+def one_of_three(name: str) -> Reader:
+    prepare = functools.partial(write_files, name)
+    return Reader("text", prepare, functools.partial(read_files, name))
+
+
+FUZZED = {
+    "vocab.json": one_of_three("vocab.json"),
+    "merges.txt": one_of_three("merges.txt"),
+    "special tokens": one_of_three("tokenizer_config.json"),
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tools.explain.page_in_node import run_page
+from page_in_node import run_page
 
 from titanlite.tools.cli.main import main
 

@@ -4,10 +4,12 @@ written.
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
+from fuzz_samples import RANKS, TEXT, Reader, given, json_lines
 from messages import refused
 
 from titanlite.data.json_rows import JsonRow
@@ -86,3 +88,25 @@ def test_prompts_are_not_overwritten(tmp_path):
     with refused(str(path), "the file of --prompts"):
         require_target(path, path)
     require_target(tmp_path / "other", path)
+
+
+def read_and_write(name: str, folder: Path, data: bytes) -> None:
+    """Reads, encodes and writes prompts as `titanlite generate` does."""
+    (folder / name).write_bytes(data)
+    rows = read_prompts(folder / name)
+    for row in rows_to_continue(folder / name, rows, Tokenizer("", RANKS), 64, 0, 0):
+        assert 1 <= row.max_new_tokens < 64
+    write_texts(folder / "texts.jsonl", rows, dict.fromkeys(range(len(rows)), TEXT))
+
+
+PROMPTS = [{"id": i, "prompt": f"def f_{i}(", "tags": ["é", None]} for i in range(4)]
+FUZZED = {
+    "prompts, rows": Reader(
+        "text", given(json_lines(PROMPTS)), functools.partial(read_and_write, "prompts.jsonl")
+    ),
+    "prompts, text": Reader(
+        "text",
+        given(b"def\n\nclass A:\r\n"),
+        functools.partial(read_and_write, "prompts.txt"),
+    ),
+}

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 
 import pytest
-from tools.explain.logged_group import log_run, record_logged
+from logged_group import log_run, record_logged
 
 from docs.one_step_tables import BLOCKS, OPTIONS, PAGE, with_tables
 from titanlite.config.load import load_config

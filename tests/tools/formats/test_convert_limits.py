@@ -5,6 +5,7 @@ write them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import resource
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fuzz_samples import SHAPE, Reader, header_of, of_format, read_file, torch_file, with_header
 from messages import assert_mentions
 from model_builder import SMALL, small_model
 from torch import Tensor
@@ -29,10 +31,11 @@ from titanlite.tools.cli.main import main
 from titanlite.tools.formats import convert as module
 from titanlite.tools.formats import full_state, targets
 from titanlite.tools.formats.convert import Options, convert, load_full_state
-from titanlite.tools.formats.detect_format import open_full_state
+from titanlite.tools.formats.detect_format import open_full_state, read_model
 from titanlite.tools.formats.export import Outgoing
+from titanlite.tools.formats.full_state import ORIGIN
 from titanlite.tools.formats.huggingface_tokenizer import read_tokenizer, to_files
-from titanlite.tools.formats.safetensors_files import LARGEST_HEADER
+from titanlite.tools.formats.safetensors_files import INDEX, LARGEST_HEADER
 from titanlite.tools.formats.scratch import mapped
 
 TIED = dataclasses.replace(SMALL, tied_embeddings=True)
@@ -337,3 +340,43 @@ def test_headers_of_safetensors_files_are_bounded(tmp_path):
             file.truncate(8 + length)
         with pytest.raises(ConfigError, match=message):
             open_full_state(path)
+
+
+def one_file(folder: Path) -> list[bytes]:
+    """Converts the weights to one safetensors file; returns it."""
+    (folder / "x.pt").write_bytes(torch_file())
+    convert(folder / "x.pt", folder / "x.safetensors", Options(verify=False), log=lambda text: None)
+    return [(folder / "x.safetensors").read_bytes()]
+
+
+def one_header(folder: Path) -> list[bytes]:
+    one_file(folder)
+    return [header_of(folder / "x.safetensors")]
+
+
+def shape_file(folder: Path) -> list[bytes]:
+    one_file(folder)
+    return [SHAPE]
+
+
+def read_shape(folder: Path, data: bytes) -> None:
+    """Reads the file of `--model`, for weights in another file."""
+    (folder / "m.json").write_bytes(data)
+    read_model(str(folder / "m.json"), open_full_state(folder / "x.safetensors"))
+
+
+FUZZED = {
+    "safetensors": Reader("bytes", one_file, functools.partial(read_file, "x.safetensors")),
+    "safetensors header": Reader(
+        "text",
+        one_header,
+        lambda folder, data: read_file("x.safetensors", folder, with_header(data)),
+    ),
+    "safetensors index": of_format("text", "safetensors", INDEX, shard_size=8000),
+    "model.json": of_format("text", "safetensors", "model.json"),
+    "--model": Reader("text", shape_file, read_shape),
+    ORIGIN: of_format("text", "safetensors", ORIGIN),
+    "config.json": of_format("text", "hf", "config.json"),
+    "tokenizer.json": of_format("text", "hf", "tokenizer.json"),
+    "params.json": of_format("text", "llama", "params.json"),
+}

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fuzz_samples import SHAPE, Reader, read_any, weights
 from model_builder import build_stages, full, small_model
 from runs import train_run
 from safetensors.torch import load_file, save_file
@@ -268,3 +269,29 @@ def test_empty_parts_and_single_files(tmp_path):
     for number, columns in enumerate((4, 2), 1):
         shard(tmp_path, number, torch.ones(0, columns), (0, 6 - columns if number > 1 else 0))
     assert open_full_state(tmp_path)["norm.weight"].shape == (0, 6)
+
+
+def half(which: int) -> Tensors:
+    """The first or second half of the rows of each weight."""
+    return {name: weight.tensor_split(2)[which].clone() for name, weight in weights().items()}
+
+
+def two_shards(folder: Path) -> list[bytes]:
+    """Writes the first of two shards to `folder/x`; returns where the parts of the second are."""
+    (folder / "x").mkdir()
+    (folder / "x/model.json").write_bytes(SHAPE)
+    save_file(half(0), folder / "x/shard-00001-model-00001-of-00001.safetensors")
+    places = {}
+    for name, weight in weights().items():
+        rows = weight.shape[0]
+        places[name] = {"saved_offsets": [rows - rows // 2, *[0] * (weight.dim() - 1)]}
+    return [json.dumps(places).encode()]
+
+
+def read_two_shards(folder: Path, data: bytes) -> None:
+    path = folder / "x/shard-00002-model-00001-of-00001.safetensors"
+    save_file(half(1), path, {SHARDING_INFO: data.decode("utf-8", "replace")})
+    read_any(folder / "x")
+
+
+FUZZED = {SHARDING_INFO: Reader("text", two_shards, read_two_shards)}

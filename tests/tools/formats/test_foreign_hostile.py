@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fuzz_samples import of_format
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from titanlite.runtime.errors import ConfigError
@@ -581,3 +582,9 @@ def test_empty_chunks_may_have_any_shape(folder):
     target = torch.zeros(4, 3)
     read_stock(folder, {"a": target})
     assert torch.equal(target, torch.arange(12.0).reshape(4, 3))
+
+
+FUZZED = {
+    "DCP index": of_format("pickle", "dcp", ".metadata"),
+    "DCP data": of_format("bytes", "dcp", "__0_0.distcp"),
+}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fuzz_samples import LLAMA, Reader, header_of, weights, with_header
 from messages import assert_mentions, refused, run_refused
 from model_builder import SMALL, small_model
 from runs import train_run
@@ -481,3 +482,18 @@ def test_torchtune_s_names(files, tmp_path):
     read = open_full_state(tmp_path / "hf_model_0001_0.pt", model=str(shape))
     assert read.tensors.keys() == ours.tensors.keys()
     assert all(torch.equal(read[name], ours[name]) for name in ours)
+
+
+def header_alone(folder: Path) -> list[bytes]:
+    """The header of a file that says nothing of its model: names and shapes are compared."""
+    save_file(weights(), folder / "x.safetensors")
+    return [header_of(folder / "x.safetensors")]
+
+
+def compare_header(folder: Path, data: bytes) -> None:
+    (folder / "x.safetensors").write_bytes(with_header(data))
+    full = open_full_state(folder / "x.safetensors")
+    require_same_model(full.path, full.about.model, full.tensors, LLAMA)
+
+
+FUZZED = {"shapes without a description": Reader("text", header_alone, compare_header)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import zipfile
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fuzz_samples import Reader, read_file, torch_file
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.runtime.errors import ConfigError
@@ -282,3 +284,30 @@ def test_rows_of_a_transposed_tensor_are_read_at_once(path, monkeypatch):
     tensor = load_full_state(path).tensors["t"]
     assert torch.equal(tensor.read(7, 9), torch.arange(90_000.0).reshape(300, 300).t()[7:9])
     assert tensor.read(5, 5).shape == (0, 300)
+
+
+def is_program(name: str) -> bool:
+    return name.endswith("/data.pkl")
+
+
+def program(folder: Path) -> list[bytes]:
+    """The pickle in a file of torch.save."""
+    with zipfile.ZipFile(io.BytesIO(torch_file())) as archive:
+        return [archive.read(name) for name in archive.namelist() if is_program(name)]
+
+
+def read_program(folder: Path, data: bytes) -> None:
+    """Reads a file of torch.save with another pickle."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(torch_file())) as old, zipfile.ZipFile(buffer, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, data if is_program(name) else old.read(name))
+    read_file("x.pt", folder, buffer.getvalue())
+
+
+FUZZED = {
+    "torch.save": Reader(
+        "bytes", lambda folder: [torch_file()], functools.partial(read_file, "x.pt")
+    ),
+    "torch.save pickle": Reader("pickle", program, read_program),
+}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from foreign_configs import SAMPLES, imported
+from fuzz_samples import Reader, given
 from messages import refused
 
 from titanlite.config.foreign import foreign_key
@@ -14,6 +16,7 @@ from titanlite.config.load import load_config
 from titanlite.config.to_toml import to_toml
 from titanlite.model.flavors import resolve_flavor
 from titanlite.rules.check import check_layout
+from titanlite.tools.import_config import mapping
 from titanlite.tools.import_config.detect import FORMATS, NAMES, by_name, detect, import_config
 from titanlite.tools.import_config.mapping import translate
 
@@ -108,3 +111,18 @@ def test_the_layout_of_each_sample_is_allowed_for_its_processes(name, tmp_path):
     config, _ = imported(tmp_path, name, processes=PROCESSES[name])
     degrees = check_layout(config, resolve_flavor(config.model, 4096), PROCESSES[name])
     assert math.prod(degrees.values()) == PROCESSES[name]
+
+
+def import_and_load(folder: Path, data: bytes) -> None:
+    """What is imported can be loaded."""
+    (folder / "foreign").write_bytes(data)
+    form, draft = import_config(folder / "foreign", processes=64)
+    (folder / "run.toml").write_text(mapping.to_toml(draft, "foreign", form))
+    load_config([str(folder / "run.toml")])
+
+
+FUZZED = {
+    "config of another trainer": Reader(
+        "text", given(*(text.encode() for _, text in SAMPLES.values())), import_and_load
+    ),
+}

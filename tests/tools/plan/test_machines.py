@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from fuzz_samples import Reader, given
 
 from titanlite.model.flops import PEAK_TFLOPS, peak_tflops
 from titanlite.runtime.errors import ConfigError
+from titanlite.tools.plan.counts import Collective
 from titanlite.tools.plan.machines import (
     MACHINES,
     find_machine,
@@ -15,6 +18,7 @@ from titanlite.tools.plan.machines import (
     read_machine,
     read_prices,
 )
+from titanlite.tools.plan.step_time import Rates, collective_seconds
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -105,3 +109,25 @@ def test_prices_are_of_known_machines(tmp_path):
     file.write_text("H10 = 1\n")
     with pytest.raises(ConfigError, match=r"unknown GPU H10; did you mean H100\?; allowed: lab,"):
         read_prices(file, lab)
+
+
+def use_machine(folder: Path, data: bytes) -> None:
+    (folder / "machine.toml").write_bytes(data)
+    machine = read_machine(folder / "machine.toml")
+    assert machine.memory_bytes > 0
+    collective = Collective("tp", "all_reduce", 2, 1, 10)
+    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}
+    assert collective_seconds(collective, degrees, machine, Rates()) >= 0
+
+
+def use_prices(folder: Path, data: bytes) -> None:
+    (folder / "prices.toml").write_bytes(data)
+    lab = replace(MACHINES["H100"], name="lab")
+    assert all(price > 0 for price in read_prices(folder / "prices.toml", lab).values())
+
+
+MACHINE = b'base = "H100"\ngpus_per_node = 4\nnetwork_bandwidth = 12.5\nhalf_dtype = "float16"\n'
+FUZZED = {
+    "machine": Reader("text", given(MACHINE), use_machine),
+    "prices": Reader("text", given(b"H100 = 2.5\nlab = 1\n"), use_prices),
+}

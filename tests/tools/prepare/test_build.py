@@ -4,20 +4,25 @@ interruptions.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fuzz_samples import Reader, build_data, json_lines, read_data
 from messages import refused
 from preparing import TOKENIZER, content, documents_of, prepared, text_of, write_megatron
 
@@ -25,7 +30,9 @@ from titanlite.data.prepared_manifest import read_manifest
 from titanlite.data.shards import Tokens
 from titanlite.tools.prepare import build as build_module
 from titanlite.tools.prepare import job, workers
-from titanlite.tools.prepare.build import hold, working_folder
+from titanlite.tools.prepare.build import MANIFEST, hold, working_folder
+from titanlite.tools.prepare.duplicates import KEPT
+from titanlite.tools.prepare.sources import Source
 
 ROOT = Path(__file__).parents[3]
 WORDS = [
@@ -399,3 +406,55 @@ def test_killed_twenty_times_gives_the_same_bytes(tmp_path):
             (tmp_path / "out").rmdir()
     assert start("out").wait(300) == 0
     assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def prepare_interrupted(folder: Path, name: str, stage: str) -> list[bytes]:
+    """Interrupts a preparation of two parts before `stage`, a function of build.py.
+
+    It is left in `folder/interrupted`; returns its file `name`.
+    """
+    rows = [{"text": f"row {i % 20} \u00e9"} for i in range(30)] + [{"text": 1}]
+    (folder / "rows.jsonl").write_bytes(json_lines(rows))
+    interrupt = mock.Mock(side_effect=KeyboardInterrupt)
+    with contextlib.suppress(KeyboardInterrupt), mock.patch.object(build_module, stage, interrupt):
+        go_on(folder)
+    working_folder(folder / "made").rename(folder / "interrupted")
+    if name == MANIFEST:  # written before the folder gets its final name
+        read_interrupted("job.json", folder, (folder / "interrupted/job.json").read_bytes())
+        shutil.rmtree(folder / "interrupted")
+        (folder / "made").rename(folder / "interrupted")
+    return [(folder / "interrupted" / name).read_bytes()]
+
+
+def go_on(folder: Path) -> None:
+    """Prepares as the same command does it again. The parts have 500 bytes."""
+    with mock.patch.multiple(job, PART=500, CUT=100):
+        build_data(Source(str(folder / "rows.jsonl")), folder / "made", drop_duplicates=True)
+
+
+def read_interrupted(name: str, folder: Path, data: bytes) -> None:
+    """Continues the preparation with another content of one of its files."""
+    work = working_folder(folder / "made")
+    for left in (folder / "made", work):
+        shutil.rmtree(left, ignore_errors=True)
+    shutil.copytree(folder / "interrupted", work)
+    (work / name).write_bytes(data)
+    go_on(folder)
+    read_data(folder / "made")
+
+
+def of_interrupted(name: str, stage: str = "finish") -> Reader:
+    """The reader of a file of an interrupted preparation."""
+    kind = "text" if name.endswith(".json") else "bytes"
+    prepare = functools.partial(prepare_interrupted, name=name, stage=stage)
+    return Reader(kind, prepare, functools.partial(read_interrupted, name))
+
+
+FUZZED = {
+    "job.json": of_interrupted("job.json"),
+    "record of a part": of_interrupted("part-00000.json"),
+    "manifest before the end": of_interrupted(MANIFEST),
+    "hashes": of_interrupted("hashes-00000.bin", "decide_duplicates"),
+    "hashes, compared": of_interrupted("hashes-00000.bin"),
+    "kept documents": of_interrupted(KEPT),
+}

@@ -8,6 +8,7 @@ import tracemalloc
 
 import pytest
 import zstandard
+from fuzz_samples import TEXT, json_lines, of_source
 
 from titanlite.tools.prepare import compressed
 from titanlite.tools.prepare.compressed import damaged, open_file
@@ -64,3 +65,12 @@ def test_a_file_may_not_expand_further_than_its_size_allows(tmp_path, monkeypatc
     monkeypatch.setattr(compressed, "FREE", 0)
     with open_file(path, name) as file:
         assert file.read() == DATA
+
+
+ROWS = json_lines([{"text": f"row {i} é"} for i in range(30)])
+FUZZED = {
+    "gzip": of_source("bytes", "rows.jsonl.gz", gzip.compress(ROWS)),
+    "gzip text": of_source("bytes", "text.gz", gzip.compress(TEXT.encode())),
+    "zstd": of_source("bytes", "rows.jsonl.zst", zstandard.compress(ROWS)),
+    "zstd text": of_source("bytes", "text.zst", zstandard.compress(TEXT.encode())),
+}

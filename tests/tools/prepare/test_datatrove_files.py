@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fuzz_samples import Reader, build_data
 from messages import refused
 from preparing import TOKENIZER, write_datatrove
 
 from titanlite.tools.prepare import datatrove_files
 from titanlite.tools.prepare.datatrove_files import datatrove_documents
 from titanlite.tools.prepare.job import File
+from titanlite.tools.prepare.sources import Source
 
 BOS, EOS = TOKENIZER.bos, TOKENIZER.eos
 RANDOM = np.random.default_rng(0)
@@ -203,3 +206,29 @@ def test_wide_ids_of_datatrove(tmp_path):
     file.close()
     assert (tmp_path / "a.ds").stat().st_size == 4 * sum(len(ids) + 1 for ids in DOCUMENTS)
     assert read(tmp_path / "a.ds") == DOCUMENTS
+
+
+def three_files(folder: Path, name: str) -> list[bytes]:
+    """Files with 16 and with 32 bits per id, and with what datatrove's tokenizers may add."""
+    samples = []
+    documents = [[1, 2, 3], [270, 4, 5, 271], [6] * 20, [], [7, 271]]
+    for dtype in ("<u4", "<u2"):
+        write_datatrove(folder / "ids.ds", documents, dtype)
+        samples.append((folder / name).read_bytes())
+    return samples
+
+
+def read_ids_with(name: str, folder: Path, data: bytes) -> None:
+    """Prepares the file of ids with other bytes in one of its files."""
+    (folder / name).write_bytes(data)
+    build_data(Source(str(folder / "ids.ds")), folder / "made")
+
+
+FUZZED = {
+    f"datatrove {name}": Reader(
+        "text" if name.endswith("metadata") else "bytes",
+        functools.partial(three_files, name=name),
+        functools.partial(read_ids_with, name),
+    )
+    for name in ("ids.ds", "ids.ds.index", "ids.ds.metadata")
+}

@@ -5,6 +5,8 @@ whatever their rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import io
 import random
 import shutil
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fuzz_samples import Reader, read_source
 from messages import refused
 from preparing import TOKENIZER
 
@@ -202,3 +205,20 @@ def test_the_limits_hold_for_each_worker(tmp_path):
     begin_job(job, tmp_path / "work")
     with refused(".parquet: row 2: ", "expands to more than"):
         list(run_parts(job, tmp_path / "work", TOKENIZER, [0, 1], 2))
+
+
+def parquet_files(folder: Path) -> list[bytes]:
+    """Plain, dictionary-encoded and compressed columns; several row groups, and another column."""
+    texts = [f"row {i % 7} é" for i in range(40)]
+    table = pa.table({"text": texts, "other": list(range(40))})
+    samples = []
+    for options in ({"compression": "none"}, {"compression": "none", "use_dictionary": False}, {}):
+        buffer = io.BytesIO()
+        pq.write_table(table, buffer, row_group_size=20, **options)
+        samples.append(buffer.getvalue())
+    return samples
+
+
+FUZZED = {
+    "Parquet": Reader("bytes", parquet_files, functools.partial(read_source, "rows.parquet")),
+}

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from fuzz_samples import json_lines, of_source
 from messages import refused
 from row_jobs import job_of, read
 
@@ -251,3 +252,10 @@ def test_null_and_bad_utf8_in_parquet(tmp_path):
     assert [found[0][1], found[2][1]] == ["a", "b"]
     assert "UTF-8" in found[1][1]
     assert "NoneType" in found[3][1]
+
+
+FUZZED = {
+    "JSON lines": of_source(
+        "text", "rows.jsonl", json_lines([{"text": f"row {i} é"} for i in range(30)])
+    ),
+}

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 from pathlib import Path
 
 import pytest
 import zstandard
+from fuzz_samples import TEXT, Reader, given, read_source
 from messages import refused
 
-from titanlite.tools.prepare import compressed, documents, text_files
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.prepare import compressed, documents, plan_job, text_files
 from titanlite.tools.prepare.documents import BadRow, Document
 from titanlite.tools.prepare.job import File, Piece
+from titanlite.tools.prepare.sources import Source, find
 from titanlite.tools.prepare.text_files import read_texts, text_documents
 
 LINES = "".join(f"line {i} 한국어 {'x' * (i % 50)}\n" for i in range(3000))
@@ -124,3 +128,14 @@ def test_a_document_that_must_be_in_memory_has_a_limit(tmp_path, monkeypatch):
     assert "105 bytes" in found.problem
     (found,) = text_documents(Piece(file, 0, file.size), joined=False)
     assert "".join(found.blocks) == "word " * 21
+
+
+def read_text(folder: Path, data: bytes) -> None:
+    (folder / "text").write_bytes(data)
+    source = Source(str(folder / "text"))
+    with contextlib.suppress(ConfigError):
+        sum(map(len, read_texts(plan_job.text_files(source, find(source)))))
+    read_source("text", folder, data)
+
+
+FUZZED = {"text": Reader("bytes", given(TEXT.encode(), "é😀\r\n".encode() * 9), read_text)}

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fuzz_samples import Reader, build_data, of_source
 from messages import refused
 from preparing import TOKENIZER, write_megatron
 
 from titanlite.tools.prepare import token_files
 from titanlite.tools.prepare.job import File
+from titanlite.tools.prepare.sources import Source
 from titanlite.tools.prepare.token_files import has_documents, token_documents, token_layout
 
 BOS, EOS = TOKENIZER.bos, TOKENIZER.eos
@@ -175,3 +177,22 @@ def test_a_header_that_does_not_fit_is_named(tmp_path, damage, problem):
     damage(tmp_path / "a.bin")
     with refused(str(tmp_path / "a.bin"), problem):
         read(file_of(tmp_path / "a.bin"))
+
+
+def megatron_index(folder: Path) -> list[bytes]:
+    write_megatron(folder / "ids", [[1, 2, 3], [4, 5], [6] * 20])
+    return [(folder / "ids.idx").read_bytes()]
+
+
+def read_with_index(folder: Path, data: bytes) -> None:
+    (folder / "ids.idx").write_bytes(data)
+    build_data(Source(str(folder / "ids.bin")), folder / "made")
+
+
+LLMC_HEADER = np.array([20240520, 1, 286, *[0] * 253], "<i4").tobytes()
+IDS = np.arange(286, dtype="<u2").tobytes()
+FUZZED = {
+    "token ids with a header": of_source("bytes", "ids.bin", LLMC_HEADER + IDS),
+    "token ids": of_source("bytes", "ids.bin", IDS),
+    "Megatron index": Reader("bytes", megatron_index, read_with_index),
+}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
+from fuzz_samples import TOML, Reader, given, json_lines
 from report_runs import EVENTS, event, write_lines, write_run
 
 from titanlite.tools.report import run_data as read
+from titanlite.tools.report.page import contents, page
 from titanlite.tools.report.run_data import read_run, read_runs
+from titanlite.tools.report.text_report import text_report
 
 
 def test_a_whole_run(tmp_path):
@@ -152,3 +157,40 @@ def test_columns_are_arrays(tmp_path):
     column = read_run(write_run(tmp_path / "a")).columns["loss"]
     assert (np.diff(column.steps) > 0).all()
     assert column.values.dtype == np.float64
+
+
+def read_for_report(name: str, folder: Path, data: bytes) -> None:
+    """Makes a page and a text of the run: what is read must fit into JSON and into a table."""
+    (folder / name).write_bytes(data)
+    run = read_run(folder)
+    page(contents([run])).encode()
+    text_report([run]).encode()
+
+
+def file_of_a_run(name: str, *samples: bytes) -> Reader:
+    return Reader("text", given(*samples), functools.partial(read_for_report, name))
+
+
+SHORT = [{"step": i, "loss": 2.5, "mfu": None} for i in range(6)]
+LOGGED = [
+    {"step": i, "loss": 9 / i, "tokens": 8 * i, "seconds": 0.5 * i, "time/data": 0.1}
+    for i in range(1, 50)
+]
+START = {"parameters": 5080, "device": "CPU", "layout": "one process"}
+HAPPENED = [
+    {"time": 1e9, "step": 0, "event": "start", "text": "start", "about": START},
+    {"time": 1e9, "step": 1, "event": "save", "text": "save"},
+    {"time": 1e9, "step": 2, "event": "end", "text": "end"},
+]
+DRAWN = [{"step": i, "prompt": "def", "text": f" f({i})"} for i in range(3)]
+EVALUATED = [
+    {"step": 2, "weights": "ema", "evaluate/a/acc": 0.5, "evaluate/a/acc_stderr": 0.1},
+    {"step": 4, "weights": "", "evaluate/a/acc": 0.5, "evaluate/a/acc_stderr": 0.1},
+]
+FUZZED = {
+    "report, metrics": file_of_a_run("metrics.jsonl", json_lines(SHORT), json_lines(LOGGED)),
+    "report, evaluations": file_of_a_run("evaluations.jsonl", json_lines(EVALUATED)),
+    "report, events": file_of_a_run("events.jsonl", json_lines(HAPPENED)),
+    "report, samples": file_of_a_run("samples.jsonl", json_lines(DRAWN)),
+    "report, config": file_of_a_run("config.toml", TOML),
+}

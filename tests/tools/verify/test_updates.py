@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +11,9 @@ from model_builder import small_model
 
 from titanlite.config.schema import GroupConfig, OptimizerConfig
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
+from titanlite.optim import agc, z_loss
+from titanlite.tools.faults.catalogue import find_fault
+from titanlite.tools.faults.fault import replaced
 from titanlite.tools.verify.campaign import FIGURES, judge
 from titanlite.tools.verify.compare import measure, reference
 from titanlite.tools.verify.ladder import Case, make_case
@@ -84,45 +87,39 @@ def right(pool, tmp_path_factory) -> Path:
     return path
 
 
-def orthogonalize_parts(*arguments):
-    """Muon that takes a rank's part of a matrix for a matrix."""
-    from titanlite.optim import muon
-
-    with mock.patch.object(muon, "_axes", return_value=[]):
-        return measure(*arguments)
-
-
-def forget_the_parts_of_units(*arguments):
-    """Clipping by the norms of a unit's part."""
-    from titanlite.optim import agc
-
-    with mock.patch.object(agc, "_axes_within_units", return_value=[]):
-        return measure(*arguments)
-
-
-def forget_the_other_ranks_vocabulary(*arguments):
-    """z-loss of each rank's part of the vocabulary."""
-    from titanlite.optim import z_loss
-
-    with mock.patch.object(
+# Faults that are not in the catalogue of `titanlite break`: clipping by units and z-loss are options
+# that no other trainer has cut over ranks
+OWN = {
+    "parts_of_units": lambda: replaced(agc, "_axes_within_units", lambda *arguments: []),
+    "own_vocabulary": lambda: replaced(
         z_loss, "log_partition", lambda logits, mesh: torch.logsumexp(logits, -1)
-    ):
+    ),
+}
+RIGHT = "right"  # no fault
+
+
+def measure_with(fault: str, *arguments: Any) -> dict[str, float]:
+    """In a worker: the comparison, with a fault of this file or of the catalogue."""
+    if fault == RIGHT:
+        return measure(*arguments)
+    plant = OWN[fault] if fault in OWN else find_fault(fault).plant
+    with plant():
         return measure(*arguments)
 
 
 @pytest.mark.parametrize(
-    ("function", "layout", "figure"),
+    ("fault", "layout", "figure"),
     [
-        pytest.param(measure, "dp_shard=2,tp=2", "", marks=pytest.mark.slow),
-        pytest.param(measure, "cp=2", "", marks=pytest.mark.slow),
-        (orthogonalize_parts, "dp_shard=2", "parameters"),
-        pytest.param(forget_the_parts_of_units, "tp=2", "parameters", marks=pytest.mark.slow),
-        pytest.param(forget_the_other_ranks_vocabulary, "tp=2", "loss", marks=pytest.mark.slow),
+        pytest.param(RIGHT, "dp_shard=2,tp=2", "", marks=pytest.mark.slow),
+        pytest.param(RIGHT, "cp=2", "", marks=pytest.mark.slow),
+        ("muon-of-shards", "dp_shard=2", "parameters"),
+        pytest.param("parts_of_units", "tp=2", "parameters", marks=pytest.mark.slow),
+        pytest.param("own_vocabulary", "tp=2", "loss", marks=pytest.mark.slow),
     ],
 )
-def test_wrong_updates_fail(pool, right, function, layout, figure):
+def test_wrong_updates_fail(pool, right, fault, layout, figure):
     made, llama = case(layout)
-    ranks = pool.run(made.processes, function, made.config, llama, right)
+    ranks = pool.run(made.processes, measure_with, fault, made.config, llama, right)
     row = judge(made, {name: max(rank[name] for rank in ranks) for name in FIGURES}, 0.0)
-    assert row["passed"] == (function is measure), row
+    assert row["passed"] == (fault == RIGHT), row
     assert not figure or row[figure] > 1e-4, row

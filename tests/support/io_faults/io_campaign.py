@@ -27,7 +27,7 @@ def started(name: str, folder: str) -> Scenario:
 
 
 def start(scenario: Scenario, kind: str = "", at: int = 0) -> tuple[Outcome, Watch]:
-    """The command in an empty folder; its `at`-th call to which `kind` applies fails."""
+    """Starts the command in an empty folder; its `at`-th call to which `kind` applies fails."""
     empty(scenario.work)
     scenario.prepare()
     watch = Watch(kind, at)
@@ -48,7 +48,7 @@ def empty(folder: Path) -> None:
 
 
 def repeat(scenario: Scenario) -> list[str]:
-    """What is wrong after the same command has been started again."""
+    """Starts the same command again; returns what is wrong afterwards."""
     again = forked(lambda: scenario.run(again=True))
     return (
         [f"exit code {again.code} when repeated: {again.output[-800:]}"]
@@ -93,7 +93,7 @@ def fail_calls(folder: str, name: str, sample: int = 0) -> dict[str, Any]:
 
 
 def unclear(outcome: Outcome, kind: str) -> list[str]:
-    """An exit code that is not documented, or an error that is not one line."""
+    """Problems: an exit code that is not documented, or an error that is not one line."""
     errors = [line for line in outcome.output.splitlines() if line.startswith("error:")]
     found = [] if outcome.code in (0, 1, 2) else [f"exit code {outcome.code}"]
     found += ["a stack trace"] if "Traceback" in outcome.output else []
@@ -145,7 +145,7 @@ def fail_power(folder: str, name: str, sample: int = 0) -> dict[str, Any]:
 
 
 def fail_sample(folder: str, cases: list[tuple[str, str, int]]) -> list[dict[str, Any]]:
-    """Several scenarios in one process: (function, scenario, number of cases)."""
+    """Runs several scenarios in one process: (function, scenario, number of cases)."""
     results = []
     for number, (function, name, sample) in enumerate(cases):
         (inner := Path(folder, str(number))).mkdir()

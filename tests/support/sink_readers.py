@@ -34,7 +34,7 @@ Points = dict[str, list[tuple[int, float]]]
 
 
 def expected(rows: list[dict[str, Any]]) -> Points:
-    """What a sink should have of these rows of metrics.jsonl."""
+    """What a sink should hold after these rows of metrics.jsonl."""
     found: Points = {}
     for row in rows:
         for name, value in scalars(row).items():
@@ -60,7 +60,7 @@ def read_tensorboard(folder: Path) -> tuple[Points, str]:
 
 
 def float32(points: Points) -> Points:
-    """Rounded as TensorBoard's scalars are."""
+    """A number as TensorBoard rounds it."""
     return {
         name: [(step, struct.unpack("f", struct.pack("f", v))[0]) for step, v in pairs]
         for name, pairs in points.items()
@@ -122,7 +122,7 @@ def read_mlflow(uri: str, experiment: str = "titanlite") -> tuple[Points, Any]:
 
 
 def as_mlflow(points: Points) -> Points:
-    """With the names that MLflow allows."""
+    """The same metrics under the names that MLflow allows."""
     from titanlite.sinks.mlflow_sink import MlflowSink
 
     return {MlflowSink.metric_name(name): pairs for name, pairs in points.items()}

@@ -1,6 +1,4 @@
-"""./run_train.sh as a subprocess: starts it, waits for its steps, and leaves none of its processes
-behind.
-"""
+"""Starts ./run_train.sh, waits for its steps, and leaves none of its processes behind."""
 
 from __future__ import annotations
 
@@ -13,12 +11,11 @@ from pathlib import Path
 
 from runs import rows
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This environment with the running interpreter first, so run_train.sh takes it and installs
-    nothing.
+    """This environment with the running interpreter first: run_train.sh takes it and installs nothing.
 
     Compiled files are kept beside the prepared data of these tests, also where the environment
     forbids them: each process would compile the package again.
@@ -43,7 +40,7 @@ def start(arguments: list[str], **variables: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen, timeout: float = 180) -> tuple[int, str]:
-    """(exit code, output). Nothing of the process's session is left, whatever happened."""
+    """Ends the whole session of the process; returns its exit code and output."""
     try:
         output, _ = process.communicate(timeout=timeout)
         return process.returncode, output
@@ -68,7 +65,7 @@ def workers(process: subprocess.Popen) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended may stay in the table until init reads its exit
+    """Whether the process runs. One that has ended may stay in the table until init reads its exit
     code.
     """
     try:
@@ -78,7 +75,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
-    """Returns when metrics.jsonl has a line of `step` or later."""
+    """Waits until metrics.jsonl has a line of `step` or later."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         if (folder / "metrics.jsonl").exists() and any(row["step"] >= step for row in rows(folder)):

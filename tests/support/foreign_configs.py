@@ -1,4 +1,4 @@
-"""Small configs of other trainers, as people write them: a run of each of the users' guides."""
+"""Small configs of other trainers, as their users' guides write them."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ SAMPLES = {
 def imported(
     folder: Path, name: str, text: str = "", ending: str = "", processes: int = 0
 ) -> tuple[Config, Draft]:
-    """A config of a format, the sample unless `text` is given, as ours; it is loaded again."""
+    """Imports a config of a format, the sample unless `text` is given, and loads the result."""
     own_ending, sample = SAMPLES[name]
     path = folder / f"foreign.{ending or own_ending}"
     path.write_text(text or sample)
@@ -331,5 +331,5 @@ def imported(
 
 
 def values(config: Config, names: str) -> list[object]:
-    """The values of our keys, whose names have spaces between them."""
+    """The values of our keys; `names` has spaces between them."""
     return [setting(config, name) for name in names.split()]

@@ -1,6 +1,4 @@
-"""A headless Chromium that tests drive through a pipe: the DevTools protocol, without a package and
-without a port.
-"""
+"""Drives a headless Chromium through a pipe: the DevTools protocol, without a package or a port."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """A command's result. Raises AssertionError for its error, or after 30 s."""
+        """Sends a command and returns its result. Raises AssertionError for its error, or after 30 s."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         os.write(
@@ -158,7 +156,7 @@ class Page:
 
 @contextlib.contextmanager
 def browser(profile: Path) -> Iterator[Page]:
-    """A page of a new browser whose profile is in an empty folder."""
+    """Opens a page of a new browser whose profile is in an empty folder."""
     commands, answers = os.pipe(), os.pipe()
 
     def connect() -> None:  # the browser reads from descriptor 3 and writes to 4

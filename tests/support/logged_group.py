@@ -48,7 +48,7 @@ kept: list[Any] = []
 
 
 class LoggedGroup(dist.ProcessGroup):
-    """gloo, with a log."""
+    """A process group of gloo that logs its calls."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
@@ -93,7 +93,7 @@ for method_name, (method_kind, method_whole) in METHODS.items():
 
 
 def use_logged_group() -> None:
-    """In place of the process group that exists, through its store."""
+    """Replaces the process group that exists by one that logs."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("logged", clone_default_store())
     dist.barrier()  # all have joined it

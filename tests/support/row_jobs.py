@@ -1,4 +1,4 @@
-"""Jobs of one file of rows, and what their reader yields."""
+"""Makes jobs of one file of rows, and reads the rows back."""
 
 from __future__ import annotations
 

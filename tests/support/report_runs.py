@@ -21,7 +21,7 @@ def losses(steps: np.ndarray, seed: int = 0) -> np.ndarray:
 
 
 def rows(last: int = 3000, freq: int = 10, spike: int = SPIKE) -> list[dict[str, Any]]:
-    """metrics.jsonl of a run with all columns."""
+    """The rows of metrics.jsonl of a run with all columns."""
     steps = np.array([1, *range(freq, last + 1, freq)])
     values = losses(steps)
     values[steps == spike] += 1.5
@@ -127,7 +127,7 @@ warmup_steps = 100
 def write_run(
     folder: Path, metrics: list[dict[str, Any]] | None = None, config: str = CONFIG
 ) -> Path:
-    """A whole run in a new folder."""
+    """Writes a whole run to a new folder."""
     folder.mkdir(parents=True)
     write_lines(folder / "metrics.jsonl", rows() if metrics is None else metrics)
     write_lines(folder / "events.jsonl", EVENTS)

@@ -1,4 +1,4 @@
-"""Preparations in tests: the command on some sources, and what is in a prepared folder."""
+"""Prepares sources by the command, and reads back what is in the folder."""
 
 from __future__ import annotations
 

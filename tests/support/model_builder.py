@@ -1,6 +1,4 @@
-"""A small Llama with weights, for tests: whole, or the parts of it that a process of some layout
-holds.
-"""
+"""A small Llama with weights: whole, or the parts of it that a process of some layout holds."""
 
 from __future__ import annotations
 
@@ -65,7 +63,7 @@ def assert_equal_bits(
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor, whatever part of it this process has."""
+    """Gathers a tensor that is cut over processes."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -115,7 +113,7 @@ def assert_same(found: dict, expected: dict, **tolerance) -> None:
 
 
 def make_file(path: Path, config: LlamaConfig) -> None:
-    """A model whose attention looks about: with weights as they are drawn, every order of heads
+    """Writes a model whose attention is not uniform: with weights as they are drawn, every order of heads
     would nearly do.
     """
     model = small_model(config=config)
@@ -127,7 +125,7 @@ def make_file(path: Path, config: LlamaConfig) -> None:
     torch.save(tree | ({"tokenizer": ranks} if config.vocab_size >= 4112 else {}), path)
 
 
-# Of up to four processes, each axis among them
+# Layouts of up to four processes; each axis is in one of them
 EIGHT_LAYOUTS = [
     {"dp_shard": 4},
     {"dp_replicate": 2, "dp_shard": 2},

@@ -1,12 +1,13 @@
 """A fuzzer: gives mutated files and messages to every reader of titanlite.
 
-    python tests/fuzz.py --seconds 3600 [--reader NAME ...] [--seed N]
+    python tests/support/fuzz.py --seconds 3600 [--reader NAME ...] [--seed N]
 
-What it is: mutates valid samples (`fuzz_mutations.py`) and gives them to the readers
-(`fuzz_readers.py`). Inputs that reach a new line of titanlite are mutated further. Each must give a
-value, or a ConfigError of short printable lines. Findings are: another exception, code that is run,
-a file opened outside the folder, more than 10 s or 1 GB, a crash. They are shortened and stored in
-tests/corpus/<reader>/, which `test_fuzz.py` replays; those above 8 kB with zlib.
+What it is: mutates valid samples (`fuzz_mutations.py`) and gives them to the readers, which stand in
+the test files of `TESTS` under the name `FUZZED`. Inputs that reach a new line of titanlite are
+mutated further. Each must give a value, or a ConfigError of short printable lines. Findings are:
+another exception, code that is run, a file opened outside the folder, more than 10 s or 1 GB, a
+crash. They are shortened and stored in tests/corpus/<reader>/, which `test_fuzz.py` replays; those
+above 8 kB with zlib.
 Why it is not Hypothesis: that builds values from strategies. What finds faults here are small
 changes of valid files, feedback from the lines they reach, and limits of time and memory, which it
 does not have.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib
 import itertools
 import mmap
 import os
@@ -36,12 +38,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
 
 import torch  # noqa: E402
 from fuzz_mutations import LARGEST, mutate  # noqa: E402
-from fuzz_readers import READERS, Reader  # noqa: E402
+from fuzz_samples import Reader  # noqa: E402
 
 from titanlite.runtime.errors import ConfigError  # noqa: E402
 from titanlite.tokenizer import tokenizer_probe  # noqa: E402
@@ -53,6 +55,55 @@ CORPUS = ROOT / "tests/corpus"
 SECONDS, MEMORY, LINE = 10, 1 << 30, 3000
 MEMORY_DISK = "/dev/shm" if os.path.isdir("/dev/shm") else None  # some readers sync what they write
 PLAIN = 8000  # bytes of a corpus file; larger ones are compressed
+
+
+# Test files that have readers in `FUZZED`
+TESTS = (
+    "checkpoint/test_divergence.py",
+    "checkpoint/test_manifest.py",
+    "checkpoint/test_resume.py",
+    "checkpoint/test_retention.py",
+    "checkpoint/test_state.py",
+    "config/test_load.py",
+    "data/test_prepared_manifest.py",
+    "data/test_shards.py",
+    "data/test_verification.py",
+    "distributed/test_agreement.py",
+    "distributed/test_hang_diagnosis.py",
+    "observe/test_metrics_file.py",
+    "tokenizer/test_tokenizer.py",
+    "tokenizer/test_tokenizer_json.py",
+    "tokenizer/test_vocab_and_merges.py",
+    "tools/cli/test_prompt_file.py",
+    "tools/formats/test_convert_limits.py",
+    "tools/formats/test_dcp_safetensors.py",
+    "tools/formats/test_foreign_hostile.py",
+    "tools/formats/test_same_model.py",
+    "tools/formats/test_torch_file.py",
+    "tools/import_config/test_detect.py",
+    "tools/plan/test_machines.py",
+    "tools/prepare/test_build.py",
+    "tools/prepare/test_compressed.py",
+    "tools/prepare/test_datatrove_files.py",
+    "tools/prepare/test_parquet_reader.py",
+    "tools/prepare/test_rows.py",
+    "tools/prepare/test_text_files.py",
+    "tools/prepare/test_token_files.py",
+    "tools/report/test_run_data.py",
+)
+
+
+def collect() -> dict[str, Reader]:
+    """The readers of all test files."""
+    readers: dict[str, Reader] = {}
+    for file in TESTS:
+        module = importlib.import_module("tests." + file.removesuffix(".py").replace("/", "."))
+        assert not readers.keys() & module.FUZZED.keys(), f"{file}: the name exists"
+        readers |= module.FUZZED
+    return readers
+
+
+READERS = collect()
 
 
 class Finding(NamedTuple):
@@ -115,9 +166,12 @@ class Child:
     `shared` holds their number and the current one.
     """
 
-    def __init__(self, name: str, reader: Reader, folder: Path, shared: mmap.mmap) -> None:
-        self.reader, self.folder, self.shared = reader, folder / "files", shared
-        self.queue, self.found, self.name = folder / "queue", folder / "found", name
+    def __init__(self, reader: Reader, folder: Path, shared: mmap.mmap) -> None:
+        self.reader = reader
+        self.shared = shared
+        self.folder = folder / "files"
+        self.queue = folder / "queue"
+        self.found = folder / "found"
         self.reached: set[Any] = set()
         self.events: list[str] | None = None
         self.count = 0
@@ -157,11 +211,8 @@ class Child:
                 and not arguments[2] & os.O_ACCMODE
             )
             allowed = (str(self.folder), *(READABLE if reads else READABLE[-1:]))
-            # A config and a job may name any path, and a descriptor has been opened before.
-            named = (
-                self.name in ("command line", "TOML", "job.json", "job.json, all parts")
-                or type(place) is int
-            )
+            # A descriptor has been opened before
+            named = self.reader.names_files or type(place) is int
             if not named and not place.startswith(allowed):
                 self.events.append(f"{event} outside the folder: {ascii(place)[1:-1][:200]}")
         elif event in RUNS and not (
@@ -177,7 +228,7 @@ class Child:
         return self.line
 
     def execute(self, data: bytes) -> str:
-        """ "" or the kind of failure."""
+        """Reads one input; returns the kind of failure, or nothing."""
         self.count += 1
         self.shared[: 16 + len(data)] = struct.pack("<QQ", self.count, len(data)) + data
         self.events, what = [], ""
@@ -218,7 +269,7 @@ class Child:
                 return
 
     def report(self, what: str, data: bytes) -> None:
-        """Stores a shorter input that fails in the same way, unless there is one."""
+        """Shortens an input that failed and stores it, unless this kind of failure is known."""
         path = self.found / slug(what)
         if path.exists():
             return
@@ -245,16 +296,14 @@ def innermost(stack: Any) -> str:
     return names[-1] if names else "the reader"
 
 
-class Fuzzed:
-    """The executions and findings of one reader."""
+class Campaign:
+    """Runs inputs of one reader, and counts its executions and findings."""
 
     def __init__(self, name: str, folder: Path, seed: int = 0) -> None:
-        self.name, self.reader, self.seed, self.folder = (
-            name,
-            READERS[name],
-            seed,
-            folder / slug(name),
-        )
+        self.name = name
+        self.reader = READERS[name]
+        self.seed = seed
+        self.folder = folder / slug(name)
         for part in ("files", "queue", "found"):
             (self.folder / part).mkdir(parents=True)
         self.samples = self.reader.prepare(self.folder / "files")
@@ -263,7 +312,7 @@ class Fuzzed:
         self.executions, self.seconds, self.batches = 0, 0.0, 0
 
     def mutations(self, pool: list[bytes]) -> Iterator[bytes]:
-        """Of the samples, and of inputs that reached new lines: without end."""
+        """Mutates the samples, and inputs that reached new lines, without end."""
         chance = random.Random(f"{self.seed} {self.name} {self.batches}")
         while True:
             yield mutate(
@@ -271,7 +320,7 @@ class Fuzzed:
             )
 
     def run(self, seconds: float, inputs: Iterator[bytes] | None = None) -> None:
-        """One batch: inputs until the time is over or one ends the process."""
+        """Runs one batch: inputs until the time is over or one ends the process."""
         started = time.monotonic()
         pool = self.samples + [
             path.read_bytes() for path in sorted((self.folder / "queue").glob("*"))
@@ -283,9 +332,7 @@ class Fuzzed:
         process = os.fork()
         if process == 0:
             try:
-                Child(self.name, self.reader, self.folder, self.shared).run(
-                    inputs, seconds, len(known)
-                )
+                Child(self.reader, self.folder, self.shared).run(inputs, seconds, len(known))
                 os._exit(0)
             except BaseException:
                 (self.folder / "stack").write_text(traceback.format_exc())
@@ -332,14 +379,14 @@ class Fuzzed:
 
 
 def _cpu_seconds(process: int) -> float:
-    """That the process has computed so far."""
+    """CPU time that the process has used so far."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def fuzz(names: list[str], seconds: float, seed: int, folder: Path) -> list[Fuzzed]:
+def fuzz(names: list[str], seconds: float, seed: int, folder: Path) -> list[Campaign]:
     """Fuzzes the readers in turn; each has an equal part of the time, in batches of up to a minute."""
-    readers = [Fuzzed(name, folder, seed) for name in names]
+    readers = [Campaign(name, folder, seed) for name in names]
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0.1:
         for reader in readers:

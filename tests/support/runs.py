@@ -1,4 +1,4 @@
-"""Training runs inside tests: train.py's `run` on the ranks of the pool, and what it wrote."""
+"""Training runs on the ranks of the pool, and what they wrote."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import train
 
 
 def train_run(arguments: list[str]) -> int:
-    """train.py with these arguments on this rank; returns the exit code.
+    """Runs train.py with these arguments on this rank; returns the exit code.
 
     An unexpected error is raised.
     """
@@ -25,7 +25,7 @@ def train_run(arguments: list[str]) -> int:
 
 
 def train_until(step: int, arguments: list[str]) -> int:
-    """Like `train_run`, but rank 0 is sent SIGTERM when it begins the step after `step`."""
+    """Runs train.py; rank 0 is sent SIGTERM when it begins the step after `step`."""
     import torch.distributed as dist
 
     from titanlite.data.stream import TrainStream

@@ -1,5 +1,4 @@
-"""Checks of error messages by what a reader needs of them: the key, the value found, what is
-allowed.
+"""Checks that error messages say what a reader needs: the key, the value found, what is allowed.
 
 The rest of a sentence is free to change.
 """
@@ -15,14 +14,14 @@ from titanlite.runtime.errors import ConfigError
 
 
 def assert_mentions(text: str, *parts: str) -> None:
-    """Each of the parts is in the text."""
+    """Asserts that each of the parts is in the text."""
     missing = [part for part in parts if part not in text]
     assert not missing, f"not mentioned: {missing}\nin: {text}"
 
 
 @contextlib.contextmanager
 def refused(*parts: str, error: type[BaseException] = ConfigError) -> Iterator[None]:
-    """The block raises `error` with a message that mentions each of the parts."""
+    """Asserts that the block raises `error` with a message that mentions each of the parts."""
     with pytest.raises(error) as caught:
         yield
     assert_mentions(str(caught.value), *parts)
@@ -30,7 +29,7 @@ def refused(*parts: str, error: type[BaseException] = ConfigError) -> Iterator[N
 
 @contextlib.contextmanager
 def run_refused(*parts: str) -> Iterator[None]:
-    """Like `refused`, for a run on the worker pool, where a ConfigError comes back within a stack
+    """Does what `refused` does, for a run on the worker pool, where a ConfigError comes back within a stack
     trace.
     """
     with pytest.raises(AssertionError) as caught:

@@ -86,7 +86,7 @@ def damages(step: Path) -> list[str]:
 
 
 def lost_steps(folder: Path, output: str) -> list[str]:
-    """Problems of a `checkpoints` folder: steps that are damaged, or that were reported and are not
+    """Finds problems of a `checkpoints` folder: steps that are damaged, or that were reported and are not
     there.
     """
     steps, saved = (
@@ -100,7 +100,7 @@ def lost_steps(folder: Path, output: str) -> list[str]:
 
 
 def text_file(folder: Path) -> Path:
-    """Text to train on. Prepared data is kept in `folder` as well."""
+    """Writes text to train on. Prepared data is kept in `folder` as well."""
     os.environ["TITANLITE_CACHE"] = str(folder / "cache")
     path = folder / "text.py"
     path.write_text("".join(LINES))
@@ -118,7 +118,7 @@ class Scenario:
         """Fills `work`, which is empty, before the command starts."""
 
     def run(self, again: bool = False) -> int:
-        """The command; its exit code. `again`: once more, after it has failed."""
+        """Runs the command; returns its exit code. `again`: it runs once more, after it has failed."""
         raise NotImplementedError
 
     def lost(self, outcome: Outcome, kind: str) -> list[str]:

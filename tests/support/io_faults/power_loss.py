@@ -75,7 +75,7 @@ class Disk:
             node.sync()
 
     def find(self, path: str) -> tuple[Node, str, Any]:
-        """(the folder, the name in it, what is there now)"""
+        """Returns the folder of a path, the name in it, and what is there now."""
         node = self.top
         *folders, name = os.path.relpath(path, self.root).split("/")
         for part in folders:
@@ -151,7 +151,7 @@ class Disk:
 
 
 def write_tree(tree: Tree, folder: Path) -> None:
-    """As real files, so that the program can be started on them."""
+    """Writes a tree as real files, so that the program can be started on them."""
     for path, content in sorted(tree.items()):
         if content is None:
             (folder / path).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Tokenizers as others make them, trained by the `tokenizers` package on text of many scripts."""
+"""Tokenizers like those of other models, trained by the package `tokenizers` on many scripts."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ SENTENCEPIECE_TEXT = (
 
 
 def sentencepiece(prefix: bool = True, num_tokens: int = 700, more: str = ""):
-    """As Llama 2's: a prefix, a mark for spaces, bytes for characters that are not in its text,
+    """A tokenizer like Llama 2's: a prefix, a mark for spaces, bytes for characters that are not in its text,
     which is a few lines and `more`.
     """
     models, normalizers, decoders = tokenizers.models, tokenizers.normalizers, tokenizers.decoders
@@ -275,7 +275,7 @@ def write_vocab(folder: Path, style: str, **files: dict) -> Path:
 
 
 def theirs(main: str):
-    """The encoder of `tokenizers`, which does not look for special tokens in text either."""
+    """The encoder of `tokenizers`, set so that it finds no special tokens in text."""
     tokenizer = tokenizers.Tokenizer.from_str(main)
     tokenizer.encode_special_tokens = True
     return tokenizer
@@ -287,7 +287,7 @@ def _marks() -> list[str]:
 
 
 def random_unicode(size: int, seed: int) -> str:
-    """Code points from everywhere, dense in what combines and what is white space."""
+    """Random code points, many of them combining characters and white space."""
     chance = random.Random(seed)
     marks = _marks()
     spaces = [c for c in map(chr, range(0x3001)) if c.isspace()]

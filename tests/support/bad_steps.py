@@ -1,4 +1,4 @@
-"""Steps that are not finite, on one rank of a real run."""
+"""Makes steps of a real run not finite, on one rank."""
 
 from __future__ import annotations
 

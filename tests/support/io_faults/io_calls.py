@@ -1,6 +1,4 @@
-"""The file operations of a process below one folder: counted, recorded, or made to fail (by
-`io_calls.c`).
-"""
+"""Counts, records or fails the file operations of a process below one folder (by `io_calls.c`)."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ class Call(NamedTuple):
 
 
 class Watch:
-    """This process's operations below a folder. The `at`-th that `kind` applies to fails."""
+    """Watches this process's operations below a folder. The `at`-th that `kind` applies to fails."""
 
     def __init__(self, kind: str = "", at: int = 0) -> None:
         self.tried: list[str] = []  # names
@@ -95,7 +93,7 @@ def preloaded(module: str, function: str, *arguments: Any, timeout: float = 3600
     if compiler is None or not sys.platform.startswith("linux") or sys.maxsize < 1 << 32:
         pytest.skip("needs a C compiler (cc) and 64-bit Linux, to intercept file operations")
     code = "import sys, json, io_calls; io_calls.answer(*json.loads(sys.argv[1]))"
-    paths = os.pathsep.join(map(str, (HERE, *HERE.parents[:2])))
+    paths = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[2])))
     with tempfile.TemporaryDirectory() as folder:
         library = f"{folder}/io_calls.so"
         subprocess.run(

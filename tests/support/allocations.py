@@ -1,4 +1,4 @@
-"""Memory of what is computed, by counting the tensors that are alive."""
+"""Measures memory by counting the tensors that are alive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Largest(TorchDispatchMode):
-    """The most bytes of this process's own tensors that were alive at once, and were made in here."""
+    """The largest number of bytes alive at once, in tensors that this process made within it."""
 
     def __init__(self) -> None:
         super().__init__()

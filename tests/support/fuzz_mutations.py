@@ -1,4 +1,4 @@
-"""Mutations of files and messages, for the fuzzer.
+"""Mutates files and messages, for the fuzzer.
 
 What it is: changes of any bytes; of words, lines and values where the input is text or JSON; and of
 operations where it is a pickle. Most are small, so that what comes before and after is still read;

@@ -1,6 +1,4 @@
-"""Checkpoints without a run: a state, such as that of a model after a step, is saved and loaded as the
-manager does it.
-"""
+"""Saves and loads states without a run, as the manager of checkpoints does."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from titanlite.parallel.stages import Stages
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """DCP warns if it is used without a process group."""
+    """Silences the warning of DCP that there is no process group."""
     with warnings.catch_warnings():
         if not dist.is_initialized():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -44,7 +42,7 @@ def write_step(
     facts: RunMetadata,
     failure: Exception | None = None,
 ) -> Manifest | None:
-    """Returns the manifest on rank 0."""
+    """Saves a step; returns its manifest on rank 0."""
     planner = PlacementSavePlanner()
     writer = StepWriter(folder, step, planner, files, facts, failure)
     with alone(), saving(step, folder):
@@ -53,7 +51,7 @@ def write_step(
 
 
 def read_step(folder: Path, manifest: Manifest, state: dict[str, dict[str, Any]]) -> None:
-    """Fills the tensors of the state."""
+    """Loads a step into the tensors of the state."""
     reader = StepReader(folder, manifest)
     with alone(), loading(folder):
         dcp.load(
@@ -70,7 +68,7 @@ TOKENS = torch.randint(101, (2, 17), generator=torch.Generator().manual_seed(3))
 def build(
     parallel: dict, seed: int, llama: LlamaConfig, name: str
 ) -> tuple[Stages, torch.optim.Optimizer, dict]:
-    """A model in some layout over all ranks, and its states. `name`: of the optimizer."""
+    """Builds a model in some layout over all ranks, and its states. `name` is the optimizer's."""
     stages = build_stages(parallel, seed, llama)
     optimizer = build_optimizer(stages.model_parts, OptimizerConfig(name))
     states = {
@@ -81,7 +79,7 @@ def build(
 
 
 def everything(stages: Stages, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """All weights and moments that this rank has a part of, whole."""
+    """Whole weights and moments of all parameters that this rank has a part of."""
     named = [pair for part in stages.model_parts for pair in part.named_parameters()]
     whole = {name: full(p).detach().clone() for name, p in named}
     for name, parameter in named:
@@ -105,7 +103,7 @@ def save_after_a_step(
 
 
 def of_all_ranks(found: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """One mapping of what the ranks have; where two have the same it is the same."""
+    """Merges what the ranks have; where two have a tensor, it must be equal."""
     merged: dict[str, torch.Tensor] = {}
     for mine in found:
         for name, value in mine.items():
