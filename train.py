@@ -276,7 +276,7 @@ def run(argv: list[str]) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0" or not dist.is_initialized():
             print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
         if isinstance(error, Diverged):  # on all ranks
-            write_report(Path(config.run.folder, config.run.name))  # of the run until then
+            write_report(Path(config.run.folder, config.run.name))  # about the run until then
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -1,11 +1,11 @@
-"""How long the ranks take to agree after each step, by gloo's ring and by messages to ranks 1, 2,
-4, ... further on.
+"""Measures how long ranks take to agree after a step: by gloo's ring, and by messages to ranks 1,
+2, 4, ... further on.
 
     python benchmarks/agreement.py [--processes 2 4 8 16 32] [--delay-ms 20] [--calls 8]
 
 Each process runs under strace, which delays every call that sends on a socket. So a hop takes a
-known time, however many processes share the cores. The result is the median time of `bitwise_or` in
-numbers of such delays, and the CPU time of a call without delays. Needs strace. Takes five minutes.
+known time, however many processes share the cores. The result is the median time of `bitwise_or`,
+in units of this delay, and the CPU time of a call without delays. Needs strace. Takes five minutes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import report
 
-# -> `agreement.MANY`, from which number of ranks on messages are used
+# The value of `agreement.MANY`: from this number of ranks on, messages are used
 KINDS = {"ring": 1 << 30, "messages": 0}
 
 
@@ -51,7 +51,7 @@ def one_rank(rank: int, processes: int, store: str, kind: str, calls: int) -> No
 
 
 def all_ranks(processes: int, store: str, kind: str, calls: int) -> None:
-    """Forks the ranks from this process, which imports torch for all."""
+    """Forks the ranks from this process, so that torch is imported once."""
     from titanlite.distributed import agreement, process_group  # noqa: F401
 
     children = []
@@ -65,7 +65,7 @@ def all_ranks(processes: int, store: str, kind: str, calls: int) -> None:
 
 
 def measure(processes: int, kind: str, delay_ms: float, calls: int) -> dict[str, float]:
-    """Of rank 0. `delay_ms`: of each sending, under strace; 0: without strace."""
+    """Measures rank 0. `delay_ms`: the delay of each send, under strace; 0: without strace."""
     sends = "sendmsg,sendto,writev"
     strace = ["strace", "--seccomp-bpf", "-qq", "-f", "-o", "/dev/null", "-e", f"trace={sends}"]
     strace += ["-e", f"inject={sends}:delay_enter={int(delay_ms * 1000)}"]

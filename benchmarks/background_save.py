@@ -1,5 +1,5 @@
-"""How much an asynchronous save slows a training step, on a process that pretends to be rank 0 of
-many.
+"""Measures how much an asynchronous save slows a training step, on a process that pretends to be
+rank 0 of many.
 
 The saving thread and the training thread share Python's lock, so what the saving thread does in
 Python can delay the launch of operations. The number of tensors, their layout and the messages of
@@ -41,8 +41,8 @@ NARROW: dict[str, Any] = {"dim": 512, "num_heads": 64, "ffn_dim": 1664, "vocab_s
 
 
 def pretend_messages(others: Others) -> None:
-    """Lets this process, as rank 0, receive what the other ranks would send in a save: their plans,
-    then what they have written. Everything is pickled and unpickled as torch does it.
+    """Makes this process, as rank 0, receive the messages of other ranks in a save: their plans,
+    then the results of their writes. Everything is pickled and unpickled as torch does it.
     """
     ranks = range(1, others.ranks)
     first = [pickle.dumps(SavePlan([], planner_data=others.report(rank))) for rank in ranks]
@@ -74,8 +74,8 @@ def pretend_messages(others: Others) -> None:
 
 
 def clock() -> float:
-    """Seconds, without those for which this thread was ready to run and other processes had the
-    cores (Linux).
+    """Returns seconds, without the time in which this thread was ready to run but other processes
+    had the cores (Linux).
     """
     schedule = Path("/proc/thread-self/schedstat")
     waited = 0.0
@@ -85,7 +85,7 @@ def clock() -> float:
 
 
 class Steps:
-    """Steps of the training thread, each a number of operations, with or without a save."""
+    """Runs steps of the training thread, each a number of operations, with or without a save."""
 
     def __init__(self, state: State, folder: Path) -> None:
         self.state = state
@@ -93,19 +93,19 @@ class Steps:
         self.saver = AsyncSaver("async", 0, torch.device("cpu"))
         self.planner = PlacementSavePlanner()
         self.numbers = torch.zeros(4)
-        self.count = 1_000_000  # operations of a step
+        self.count = 1_000_000  # operations per step
         self.saves = 0
 
     def operations(self) -> float:
-        """Seconds of this step's operations."""
+        """Runs one step's operations; returns their seconds."""
         started = clock()
         for _ in range(self.count):
             self.numbers.add_(1)
         return clock() - started
 
     def run(self, saves: bool) -> dict[str, float]:
-        """Seconds of one step, of its thread's waits, and CPU seconds of the save."""
-        thread = self.saver._threads  # the one that saves
+        """Runs one step; returns its seconds, those of its waits, and CPU seconds of the save."""
+        thread = self.saver._threads  # the saving thread
         planner = thread.submit(time.thread_time).result()
         own = time.thread_time()
         of_all = time.process_time()
@@ -123,13 +123,13 @@ class Steps:
         return {"seconds": seconds, "waits": waits, "others": others, "planner": planner}
 
     def write(self, state: State, failure: Exception | None) -> None:
-        """What the saving thread does with the copy of the state."""
+        """Writes the copy of the state, in the saving thread."""
         assert failure is None, failure
         step_io.save(self.folder, self.saves, state, self.planner)
 
 
 def measure(llama: LlamaConfig, ranks: int, rounds: int) -> dict[str, Any]:
-    """Medians of steps without and with a save, and of the CPU seconds of the threads that save."""
+    """Returns medians of steps without and with a save, and of the saving threads' CPU seconds."""
     torch.set_num_threads(1)
     narrow = dataclasses.replace(llama, **NARROW)
     state = on_cpu(state_of(narrow, ranks, 0), torch.zeros)

@@ -1,10 +1,10 @@
-"""Training beside another process that computes: GNU OpenMP's own waiting, and that of titanlite.
+"""Measures training beside another process that computes, with GNU OpenMP's waits and titanlite's.
 
     python benchmarks/busy.py [--rounds 1] [--steps 16] [--cases debug:1 debug:2 debug:4 cpu_25m:1]
 
-OpenMP threads wait for each other by testing a number again and again before they sleep. If another
-process needs one of the cores, a thread may use up its time with that, while the thread that it
-waits for does not run. Each case trains, quiet and beside one process that computes without end,
+OpenMP threads wait for each other by spinning before they sleep. If another process needs one of
+the cores, a thread may spend its time slice spinning while the thread that it waits for cannot run.
+Each case trains, on a quiet machine and beside a process that computes without end,
 with `GOMP_SPINCOUNT=300000` (the library's default) and with the value that the command titanlite
 sets, in the order A B B A. The result is the median of tokens per second, over all processes, after
 four steps. Takes a quarter of an hour.
@@ -35,7 +35,7 @@ UNCOUNTED = 4
 
 
 def train(flavor: str, processes: int, steps: int, variables: dict[str, str]) -> list[float]:
-    """Tokens per second of each counted step, over all processes."""
+    """Trains; returns tokens per second of each counted step, over all processes."""
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -61,7 +61,7 @@ def train(flavor: str, processes: int, steps: int, variables: dict[str, str]) ->
 
 
 def measure(flavor: str, processes: int, steps: int, rounds: int, busy: bool) -> dict[str, float]:
-    """Median tokens per second of each kind."""
+    """Returns the median tokens per second of each kind."""
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     other = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if busy else None
     try:

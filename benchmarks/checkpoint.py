@@ -1,4 +1,4 @@
-"""The cost of a checkpoint: compared with a plain write, in training time, and for verifying it.
+"""Measures the cost of a checkpoint: beside a plain write, in training time, and to verify it.
 
     python benchmarks/checkpoint.py [--gb 1.5] [--folder PATH]
 
@@ -48,7 +48,7 @@ NUM_WEIGHTS = 12 * 9 + 3
 
 
 def make_state(num_bytes: int) -> dict[str, dict[str, Any]]:
-    """Weights and two moments, as many as 12 layers have, sharded over all processes as FSDP does."""
+    """Makes weights and two moments of 12 layers, sharded over all processes as FSDP does."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = num_bytes // (3 * NUM_WEIGHTS * 4 * 512) // dist.get_world_size()
 
@@ -63,7 +63,7 @@ def make_state(num_bytes: int) -> dict[str, dict[str, Any]]:
 
 
 def raw_write(path: Path, state: dict[str, dict[str, Any]]) -> None:
-    """The same bytes as one file, as fast as the disk takes them."""
+    """Writes the same bytes as one file, as fast as the disk takes them."""
     with path.open("wb", buffering=0) as file:
         for tensor in (tensor for part in state.values() for tensor in part.values()):
             file.write(tensor.to_local().reshape(-1).view(torch.uint8).numpy().data)
@@ -126,7 +126,7 @@ def process(rank: int, world: int, num_bytes: int, folder: Path, answers: Any) -
 
 
 def loading(folder: Path, state: dict[str, Any]) -> dict[str, float]:
-    """Seconds to verify and to load, warm and cold, and to load what has just been verified."""
+    """Times verifying and loading, warm and cold, and loading what has just been verified."""
     step_io.save(folder, 1, state, PlacementSavePlanner())
     path = step_folder(folder, 1)
     manifest = read_manifest(path)
@@ -185,7 +185,7 @@ def train(mode: str, folder: Path) -> tuple[float, float, float]:
     if done.returncode or len(saves) != 7:
         raise SystemExit(f"{command}:\n{done.stdout}\n{done.stderr}")
     speeds = [float(tps.replace(",", "")) for tps in re.findall(r"tps ([\d,]+)", done.stdout)][2:]
-    waits = [float(waited) for _, waited in saves[:-1]]  # the last one is waited for in every mode
+    waits = [float(waited) for _, waited in saves[:-1]]  # every mode waits for the last save
     return (
         statistics.median(float(s) for s, _ in saves[:-1]),
         statistics.median(waits),

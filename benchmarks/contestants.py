@@ -1,5 +1,5 @@
-"""The training steps that the benchmarks compare: the same Llama in titanlite and in other code, on
-one device.
+"""The training steps that benchmarks compare: the same Llama in titanlite and other code, on one
+device.
 
 Each contestant is built from the same configuration and starts with the weights of `Titanlite` for
 that seed. Its method `step(tokens, labels)`, with tokens and labels (B, S), is one optimizer step
@@ -50,8 +50,8 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def configuration(arguments: list[str]) -> tuple[Config, LlamaConfig]:
-    """The config and model shape as train.py resolves them; the vocabulary is 4,112 if the flavor
-    has none.
+    """Resolves the config and the model's shape as train.py does; the vocabulary is 4,112 if the
+    flavor has none.
     """
     config = load_config(arguments)
     return config, resolve_flavor(config.model, 4112)
@@ -59,7 +59,7 @@ def configuration(arguments: list[str]) -> tuple[Config, LlamaConfig]:
 
 @functools.cache
 def text() -> Tensor:
-    """Half a million tokens of the standard library, in the bundled vocabulary."""
+    """Tokenises half a million tokens of the standard library with the bundled tokenizer."""
     tokenizer, ids = Tokenizer(), []
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         ids += tokenizer.encode(path.read_text(errors="replace"))
@@ -69,7 +69,7 @@ def text() -> Tensor:
 
 
 def make_batch(config: Config, device: torch.device, number: int) -> tuple[Tensor, Tensor]:
-    """Windows of the text and the next tokens as labels, (B, S), the same for every contestant."""
+    """Makes windows of the text and labels, (B, S), the same for every contestant."""
     size, seq_len = config.training.local_batch_size, config.training.seq_len
     starts = [(number * size + row) * seq_len % (len(text()) - seq_len - 1) for row in range(size)]
     tokens = torch.stack([text()[start : start + seq_len + 1] for start in starts])
@@ -102,11 +102,11 @@ class Titanlite:
     def step(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """A batch that is in CPU memory goes to the device as in train.py.
 
-        With `data.document_mask` each sequence is taken for four documents of equal length.
+        With `data.document_mask` each sequence counts as four documents of equal length.
         """
         phases.listeners.clear()
         if self.times.enabled:
-            phases.add_listener(self.times.mark)  # the one whose turn it is
+            phases.add_listener(self.times.mark)  # only this contestant marks phases
         mark_phase(Phase.READ_DATA)
         batch = Batch(tokens, labels)
         if self.config.data.document_mask:
@@ -130,7 +130,7 @@ class Titanlite:
 
 
 def initial_weights(config: Config, llama: LlamaConfig, device: torch.device) -> Llama:
-    """The model without parallelism, with the weights that `Titanlite` begins with."""
+    """Builds the model without parallelism, with the initial weights of `Titanlite`."""
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
     model.to_empty(device=device)
@@ -151,7 +151,7 @@ def adamw(model: Any, config: Config) -> torch.optim.AdamW:
 
 
 class Bare:
-    """The same model in the loop that one writes in a notebook."""
+    """The same model in a plain loop, as in a notebook."""
 
     name = "bare loop"
 
@@ -162,7 +162,7 @@ class Bare:
         self.optimizer = adamw(self.model, config)
 
     def shard(self) -> None:
-        """`fully_shard`, as its tutorial has it, over the processes there are."""
+        """Applies `fully_shard` as its tutorial does, over all processes."""
         for block in self.model.layers.values():
             fully_shard(block)
         fully_shard(self.model)
@@ -225,9 +225,7 @@ def wait(device: torch.device) -> None:
 
 
 def timed(step: Step, batches: list[tuple[Tensor, Tensor]], device: torch.device) -> list[float]:
-    """Seconds of each step; on CUDA between events, so that the host runs ahead as it does in
-    training.
-    """
+    """Times each step; on CUDA by events, so that the host runs ahead as it does in training."""
     if device.type != "cuda":
         seconds = []
         for tokens, labels in batches:
@@ -247,21 +245,21 @@ def timed(step: Step, batches: list[tuple[Tensor, Tensor]], device: torch.device
 def side_by_side(
     a: Step, b: Step, batches: list[tuple[Tensor, Tensor]], device: torch.device, rounds: int = 1
 ) -> tuple[tuple[list[float], list[float]], list[float]]:
-    """A B B A, so often; every turn takes all batches. The seconds of each step of A and of B.
+    """Times steps of A and B in the order A B B A, `rounds` times; every turn takes all batches.
 
-    Also by round how much faster A is: the median over rounds stays fair where a machine's speed
-    drifts.
+    Also returns how much faster A is in each round: the median over rounds stays fair if the
+    machine's speed drifts.
     """
-    found: tuple[list[float], list[float]] = ([], [])
+    seconds: tuple[list[float], list[float]] = ([], [])
     ratios = []
     for _ in range(rounds):
         turns: tuple[list[float], list[float]] = ([], [])
         for which in (0, 1, 1, 0):
             turns[which].extend(timed((a, b)[which], batches, device))
         ratios.append(statistics.median(turns[1]) / statistics.median(turns[0]))
-        for all_of_it, turn in zip(found, turns, strict=True):
-            all_of_it.extend(turn)
-    return found, ratios
+        for all_rounds, turn in zip(seconds, turns, strict=True):
+            all_rounds.extend(turn)
+    return seconds, ratios
 
 
 def threads() -> str:

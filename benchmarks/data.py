@@ -1,11 +1,11 @@
-"""The speed of the data: text to tokens, and tokens to batches.
+"""Measures the speed of the data: text to tokens, and tokens to batches.
 
     python benchmarks/data.py [--path FOLDER]
 
 Tokenises text into shards, as the first start of a run does, and then reads the batches of steps
 from them, as training does: first with a cold page cache if the system can drop it, then with a
-warm one. Then the cost in CPU time of several sources, of packing and of document masks. Takes a
-minute on two cores.
+warm one. Then it measures the CPU time of several sources, of packing and of document masks. Takes
+a minute on two cores.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OneRank(NamedTuple):
 
 
 def drop(folder: Path) -> bool:
-    """Drops a folder's files from the page cache; False if the system has no call for it."""
+    """Drops a folder's files from the page cache; returns False if the system cannot."""
     if not hasattr(os, "posix_fadvise"):
         return False
     for path in (path for path in folder.rglob("*") if path.is_file()):
@@ -59,7 +59,7 @@ def drop(folder: Path) -> bool:
 def stream_of(
     prepared: Path, packing: str = "split", document_mask: bool = False, sources: int = 1
 ) -> TrainStream:
-    """The stream of a run; `sources`: how many sources have this text, each with another weight."""
+    """Builds a run's stream; `sources`: the number of sources with this text and other weights."""
     tokens = Tokens(prepared, read_manifest(prepared), "train")
     training = TrainingConfig(seq_len=SEQ_LEN, global_batch_size=BATCH, local_batch_size=BATCH)
     build = PackedRows if packing == "best_fit" else Windows
@@ -69,9 +69,9 @@ def stream_of(
 
 
 def read(prepared: Path) -> float:
-    """Tokens per second of batches, as one process reads them."""
+    """Measures tokens per second of batches that one process reads."""
     stream = stream_of(prepared)
-    # One epoch: what is read twice is in the page cache the second time
+    # One epoch only: a second read would find the page cache warm
     steps = stream.order.rows[0].count // BATCH
     started = time.perf_counter()
     for _ in range(steps):
@@ -80,8 +80,8 @@ def read(prepared: Path) -> float:
 
 
 def per_cpu_second(stream: TrainStream) -> float:
-    """Tokens per second of CPU time: the fastest of five times 100 steps, as a busy machine slows
-    some down.
+    """Measures tokens per CPU second: the fastest of five times 100 steps, since a busy machine
+    slows some of them down.
     """
     stream.next_step()  # maps the files
     seconds = []

@@ -1,13 +1,13 @@
-"""A checkpoint beside torch.distributed.checkpoint's own storages: time and memory.
+"""Compares checkpoints with torch.distributed.checkpoint's own storages: time and memory.
 
     python benchmarks/dcp.py [--gb 3] [--folder PATH] [--rounds 4]
 
 1. Two processes save and load the same state (weights and two moments, sharded as FSDP does) as
 titanlite does, with HuggingFaceStorageWriter (the same kind of file) and with FileSystemWriter; all
-three sync, titanlite hashes. Arms alternate, forwards and backwards, in the same processes; medians.
-Everything is written twice and the second write is measured: a virtual machine returns free memory
-to its host, and the first write has to allocate it again. Memory is the peak of anonymous memory
-during a save or load beyond what there was before, of the process that needs more.
+three sync; titanlite also hashes. Arms alternate, forwards and backwards, in the same processes;
+medians are reported. Everything is written twice and the second write is measured: a virtual
+machine returns free memory to its host, and the first write has to allocate it again. Memory is the
+growth of anonymous memory to its peak during a save or load, in the process that needs more.
 2. One process makes one file with the whole state: `titanlite convert STEP model.pt`, and torch's
 dcp_to_torch_save and consolidate_safetensors_files, of the same state as their own storages saved
 it. The comparison that `convert` makes afterwards is timed apart, because torch's make none.
@@ -64,7 +64,7 @@ print(json.dumps({"seconds": time.monotonic() - started, "memory": peak.extra}))
 
 
 class AnonymousPeak:
-    """The most anonymous memory of this process beyond what it had, looked at every 5 ms.
+    """Measures the growth of this process's anonymous memory to its peak, every 5 ms.
 
     Pages of mapped files belong to the page cache.
     """
@@ -97,7 +97,7 @@ class AnonymousPeak:
 
 
 class Arms:
-    """What one process of the pair does."""
+    """The work of one process of the pair."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         import torch
@@ -139,7 +139,7 @@ class Arms:
             self.plain_write(path)
 
     def plain_write(self, path: Path) -> None:
-        """The same bytes as one file per process, as fast as the disk takes them."""
+        """Writes the same bytes as one file per process, as fast as the disk takes them."""
         import torch
         import torch.distributed as dist
 
@@ -167,7 +167,7 @@ class Arms:
             dcp.load(self.state, storage_reader=dcp.FileSystemReader(path))
 
     def measure(self, what: str, arm: str) -> dict[str, float]:
-        """Seconds until all processes are done, and this one's memory beyond what it had."""
+        """Measures seconds until all processes are done, and the growth of this one's memory."""
         import torch.distributed as dist
 
         repetitions = 2 if what == "save" else 1
@@ -185,7 +185,7 @@ class Arms:
 
 
 def child(rank: int, folder: Path, num_bytes: int) -> None:
-    """One of two processes, which does what its standard input says."""
+    """Runs one of two processes, which follows the commands on its standard input."""
     import torch
     import torch.distributed as dist
 
@@ -248,7 +248,7 @@ class Pair:
 def compared(
     pair: Pair, arms: tuple[str, ...], what: str, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Medians of each arm; the arms forwards, then backwards, and so on."""
+    """Returns medians of each arm; runs the arms forwards, then backwards, and so on."""
     found: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     for number in range(rounds):
         for arm in arms if number % 2 == 0 else reversed(arms):
@@ -261,7 +261,7 @@ def compared(
 
 
 def whole_files(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
-    """One file with the whole state, made by one process from each arm's folder."""
+    """Measures making one file with the whole state in one process, from each arm's folder."""
     sources = {
         "titanlite": folder / "titanlite/step-1",
         "titanlite, compared": folder / "titanlite/step-1",
@@ -287,7 +287,7 @@ def whole_files(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def table(rows: dict[str, dict[str, float]], num_bytes: int, first: str) -> list[str]:
-    """Lines of a table: time, speed, memory, and both beside those of the first row."""
+    """Writes a table: time, speed, memory, and both relative to the first row."""
     lines = [
         f"| {first} | seconds | GB/s | extra memory | titanlite's time / its | its memory / state |",
         "|---|---|---|---|---|---|",

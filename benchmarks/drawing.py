@@ -1,13 +1,13 @@
-"""Parts of an SVG picture: text, lines and curves, in colours that most readers tell apart."""
+"""Draws parts of SVG pictures: text, lines and curves, in colours that most readers tell apart."""
 
 from __future__ import annotations
 
-COLOURS = ("#1b1b1b", "#0072b2", "#e69f00", "#009e73")  # told apart by colour-blind readers too
+COLOURS = ("#1b1b1b", "#0072b2", "#e69f00", "#009e73")  # distinct for colour-blind readers too
 GREY = "#666666"
 
 
 def begin(width: int, height: int, title: str) -> list[str]:
-    """The first lines of a picture, which `</svg>` ends."""
+    """Writes the first lines of a picture, which `</svg>` ends."""
     return [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="13" role="img">',

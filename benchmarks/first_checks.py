@@ -1,5 +1,4 @@
-"""What must work on a machine before anything is measured there: training, saving, stopping and
-resuming.
+"""Checks what must work on a machine before measuring: training, saving, stopping and resuming.
 
     python benchmarks/first_checks.py [--device cuda]
 
@@ -80,8 +79,8 @@ def versions(folder: Path, device: str) -> dict[str, Any]:
 
 
 def stopped(folder: Path, device: str) -> dict[str, Any]:
-    """`python train.py`, stopped by SIGTERM after step 10: exit code 75, and the checkpoints that
-    are there then.
+    """Runs `python train.py` and stops it by SIGTERM after step 10: it must exit with code 75 and
+    leave checkpoints.
     """
     log = (folder / "output.txt").open("w+")
     command = [
@@ -113,7 +112,7 @@ def stopped(folder: Path, device: str) -> dict[str, Any]:
 
 
 def resumed(folder: Path, device: str) -> dict[str, Any]:
-    """The same run to its end, under torchrun with one process."""
+    """Continues the same run to its end, under torchrun with one process."""
     launcher = [
         sys.executable,
         "-m",
@@ -134,8 +133,8 @@ def resumed(folder: Path, device: str) -> dict[str, Any]:
 
 
 def all_devices(folder: Path, device: str) -> dict[str, Any]:
-    """`./run_train.sh` on all GPUs if their number is a power of two, otherwise on one; two
-    processes on a CPU.
+    """Runs `./run_train.sh` on all GPUs if their number is a power of two, otherwise on one; on a
+    CPU with two processes.
     """
     count = len(report.gpus()) if device == "cuda" else 2
     if count & (count - 1):
@@ -147,7 +146,7 @@ def all_devices(folder: Path, device: str) -> dict[str, Any]:
 
 
 def trained(folder: Path, device: str, name: str, *options: str) -> dict[str, Any]:
-    """A run of `python train.py`: its first and last loss."""
+    """Runs `python train.py`; returns its first and last loss."""
     where = [f"--run.device={device}", f"--run.folder={folder}", f"--run.name={name}"]
     run([sys.executable, "train.py", *OPTIONS, "--training.steps=40", *where, *options])
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
@@ -187,7 +186,7 @@ def main() -> None:
                 results[check.__name__] = found = check(Path(folder), device)
                 result = ", ".join(f"{name} {value}" for name, value in found.items())
             except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-                # Of a time-out; the others' messages have it
+                # A time-out's output; other errors have it in their message
                 output = getattr(error, "output", None) or b""
                 error = RuntimeError(
                     f"{error}\n{output[-report.OUTPUT_KEPT :]!r}" if output else str(error)

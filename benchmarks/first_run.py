@@ -1,4 +1,4 @@
-"""A user's first runs: the first command trains, several processes agree, and a stopped run
+"""Checks a user's first runs: the first command trains, several processes agree, and a stopped run
 resumes.
 
     python benchmarks/first_run.py
@@ -37,7 +37,7 @@ def start(arguments: list[str], processes: int) -> subprocess.Popen[str]:
 
 
 def run(arguments: list[str], processes: int = 1, expected: int = 0) -> tuple[float, str]:
-    """(seconds, output) of a run that must end with an exit code."""
+    """Runs a command that must end with an exit code; returns (seconds, output)."""
     started = time.monotonic()
     process = start(arguments, processes)
     output, _ = process.communicate()
@@ -53,7 +53,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 
 def curve(folder: Path) -> Curve:
-    """step -> (loss, gradient norm)."""
+    """Reads step -> (loss, gradient norm)."""
     return {
         int(row["step"]): (row["loss"], row["grad_norm"]) for row in rows(folder) if "loss" in row
     }
@@ -69,8 +69,8 @@ def validation(folder: Path) -> dict[int, float]:
 
 
 def difference(a: Curve, b: Curve) -> tuple[float, float]:
-    """Largest relative difference of the losses and of the gradient norms; the steps must be the
-    same.
+    """Computes the largest relative differences of losses and of gradient norms; the steps must be
+    equal.
     """
     assert sorted(a) == sorted(b), (sorted(a), sorted(b))
     loss, norm = ([abs(a[step][i] - b[step][i]) / abs(a[step][i]) for step in a] for i in (0, 1))

@@ -56,11 +56,11 @@ RIGHT = 742
 TOP = 44
 BOTTOM = 352
 
-TURN = 3  # steps that one curve draws before the next one does
+TURN = 3  # steps that each curve draws in its turn
 
 
 def train(processes: int, layout: list[str]) -> list[float]:
-    """The loss of each step."""
+    """Trains; returns the loss of each step."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -81,19 +81,19 @@ def train(processes: int, layout: list[str]) -> list[float]:
 
 
 def largest_difference(losses: list[float], reference: list[float]) -> float:
-    """The largest difference of a step's loss, in nats per token."""
+    """Computes the largest difference of a step's loss, in nats per token."""
     return max(abs(a - b) for a, b in zip(losses, reference, strict=True))
 
 
 def describe(losses: list[float], reference: list[float]) -> str:
-    """How far a curve is from the reference, in words."""
+    """Describes how far a curve is from the reference."""
     first = largest_difference(losses[:1], reference[:1])
     rounding = f"{first:.1e}" if first else "0"
     return f"step 1: {rounding}, largest: {largest_difference(losses, reference):.3f}"
 
 
 def draw(curves: dict[str, list[float]], control: list[float], caption: str) -> str:
-    """The picture as SVG."""
+    """Draws the picture as SVG."""
     reference = next(iter(curves.values()))
     steps = len(reference)
     highest = max(max(losses) for losses in curves.values())

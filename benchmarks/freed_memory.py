@@ -1,11 +1,11 @@
-"""The effect of keeping the memory of freed tensors (`keep_freed_memory` in
-titanlite/distributed/process_group.py).
+"""Measures the effect of keeping the memory of freed tensors (`keep_freed_memory` in
+titanlite/runtime/device.py).
 
     python benchmarks/freed_memory.py [--cases "debug;25m"] [--steps 12] [--rounds 2]
 
 Each case of `throughput.py` runs in separate processes in the order A B B A, once a round: A as it
-is, B with an environment that leaves the C library's default. Reported are the medians of their
-speeds and of their peak memory.
+is, B with an environment that leaves the C library's default. The medians of speed and peak memory
+are reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEFAULT = {"GLIBC_TUNABLES": ""}  # set, so titanlite changes nothing
 
 
 def compare(case: str, steps: int, rounds: int) -> dict[str, Any]:
-    """The results of both sides, in the order in which they ran."""
+    """Runs both sides; returns their results in the order of the runs."""
     found: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
         del os.environ[name]

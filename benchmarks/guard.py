@@ -1,8 +1,8 @@
-"""The share of a training step that the guard against bad steps takes.
+"""Measures the share of a training step that the guard against bad steps takes.
 
     python benchmarks/guard.py [--steps 12] [-- CONFIG --section.key=value ...]
 
-Whole steps with and without the guard differ by less than single steps of a shared machine do
+Whole steps with and without the guard differ by less than single steps vary on a shared machine
 (`levers.py` has that pair). So this measures the parts: `judge`, and the optimizer's step with and
 without `found_inf`, in turn. The default is 26 million parameters with a window of losses and
 gradient norms. Takes two minutes on two cores.
@@ -25,7 +25,7 @@ UNCOUNTED = 2
 
 
 def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    """The same call, which also appends how long it took. The device's work is part of it."""
+    """Wraps a call so that it also appends its time, which includes the device's work."""
 
     def wrapped(*arguments: Any) -> Any:
         if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The effect of each option on speed: the same model with and without it, on this device.
+"""Measures the effect of each option on speed: the same model with and without it, on this device.
 
     python benchmarks/levers.py [--pairs "25m, full/25m; ..."] [--rounds 6]
 
@@ -45,8 +45,7 @@ PAIRS = {
         "25m, dropout/25m, adapters",
         "25m, dropout, not compiled/25m, adapters, not compiled",
     ],
-    # The memory budget is one setting for a whole process: its case is in the table of
-    # throughput.py only.
+    # The memory budget is one setting for a whole process, so only throughput.py has its case.
     "gpu": [
         f"{name}/1b"
         for name in CASES
@@ -58,9 +57,7 @@ UNCOUNTED = 3
 
 
 def child(pair: str, rounds: int, order: list[int]) -> dict[str, Any]:
-    """Measures one pair in this process: the seconds of the steps of both, and the ratios of all
-    rounds.
-    """
+    """Measures one pair in this process: the seconds of all steps, and the ratio of each round."""
     from contestants import Titanlite, make_batch, side_by_side, timed
 
     built = {i: Titanlite(CASES[pair.split("/")[i]]) for i in order}
@@ -74,7 +71,7 @@ def child(pair: str, rounds: int, order: list[int]) -> dict[str, Any]:
 
 
 def measure(pair: str, rounds: int, orders: tuple[str, ...]) -> dict[str, Any]:
-    """As many processes as orders of building, with a share of the rounds each."""
+    """Measures a pair in one process per order of building; each runs a share of the rounds."""
     found = []
     for order in orders:
         command = [
@@ -131,7 +128,7 @@ def main() -> None:
         a, b = pair.split("/")
         one = measure(pair, options.rounds, ("01",) if cuda else ("01", "10"))
         results[pair] = one
-        if "failed" in one:  # the others go on
+        if "failed" in one:  # continue with the others
             body.append(f"| {a} | {b} | {one['failed']} | | |")
             print(body[-1], flush=True)
             continue

@@ -1,14 +1,14 @@
-"""What many ranks cost each other at the start, in a save and in a load of a large model, without
-having them.
+"""Measures what many ranks cost each other at the start, in a save and in a load of a large model,
+on one machine.
 
     python benchmarks/many_ranks.py [--ranks 8 128 1024] [--stock 8 128 1024] [--background 64]
         [--processes 2 4 8]
 
 One process pretends to be rank 0 of N, on the meta device: tp 8, the rest dp_shard, AdamW. It does
 what `dcp.save` and `dcp.load` do on rank 0 between the tensors and the disk, with the planners and
-storages of titanlite, and with torch's own. What the other ranks would send is made from the
-placements (`pretended.py`); a second process, pretending to be another rank, checks that this is
-what that rank plans. Nothing of the tensors is read or written, and no message crosses a network.
+storages of titanlite, and with torch's own. The other ranks' messages are made from the placements
+(`pretended.py`); a second process, pretending to be another rank, checks that this is what that
+rank plans. No tensor data is read or written, and no message crosses a network.
 
     save   the local plan; the plans of all ranks unpickled; the global plan; the answers pickled;
            the results of all ranks unpickled; the manifest, or metadata, written to the disk; the
@@ -18,7 +18,7 @@ what that rank plans. Nothing of the tensors is read or written, and no message 
 Stock is DefaultSavePlanner(enable_plan_caching=True) and FileSystemWriter for a save, and for a
 load HuggingFaceStorageReader, which reads the headers of all files, and DefaultLoadPlanner. Those
 files are sparse: headers as StepWriter writes them, and holes for the tensors. torch's `gather`
-brings rank 0 as many bytes from each rank as from the one that sends most, and so they are counted.
+pads each rank's message to the longest one, and the padded bytes are counted.
 The garbage collector is off on both sides. A stock save on 1,024 ranks takes 14 GB of memory: one
 that does not fit is "not measured".
 
@@ -68,10 +68,10 @@ from titanlite.checkpoint.state import State
 from titanlite.checkpoint.storage import StepReader, StepWriter
 from titanlite.model.flavors import FLAVORS
 
-MAX_FILE = 16e9  # torch maps a file as its own memory, of which Linux grants as much as there is
-MEMORY_LEFT = 2e9  # to others, by a process that may need more than there is
+MAX_FILE = 16e9  # torch maps a file as private memory, which Linux limits to the memory there is
+MEMORY_LEFT = 2e9  # bytes left to others by a process that may need more than there is
 
-Messages = list[bytes]  # pickles, of all ranks
+Messages = list[bytes]  # one pickle per rank
 
 
 def save(
@@ -81,7 +81,7 @@ def save(
     plans: Messages,
     results: Callable[[list[SavePlan]], Messages],
 ) -> dict[str, float]:
-    """Rank 0's part of `dcp.save`. `results`: what the ranks have written by the global plan."""
+    """Runs rank 0's part of `dcp.save`. `results`: the ranks' results under the global plan."""
     started = time.process_time()
     planner.set_up_planner(state, is_coordinator=True)
     own = pickle.dumps(planner.create_local_plan())
@@ -115,7 +115,7 @@ def save(
 def load(
     open_reader: Callable[[], StorageReader], planner: LoadPlanner, state: State
 ) -> dict[str, float]:
-    """A rank's part of `dcp.load`, up to what it has to read."""
+    """Runs a rank's part of `dcp.load`, up to the list of what it has to read."""
     state = on_cpu(state, hollow)
     started = time.process_time()
     metadata = open_reader().read_metadata()
@@ -125,12 +125,12 @@ def load(
 
 
 def hollow(shape: Size) -> Tensor:
-    """A tensor on the CPU with memory for one number: the planner would allocate one on meta."""
+    """Makes a CPU tensor with memory for one number: the planner would allocate a meta tensor."""
     return torch.zeros(()).expand(shape)
 
 
 def measure(flavor: str, ranks: int, folder: Path) -> dict[str, float]:
-    """titanlite's planner and storage. Leaves a step folder with a manifest."""
+    """Measures titanlite's planner and storage. Leaves a step folder with a manifest."""
     state = state_of(FLAVORS[flavor], ranks, 0)
     others = Others(state, ranks)
     other = ranks // 2 + 1
@@ -162,7 +162,7 @@ def measure(flavor: str, ranks: int, folder: Path) -> dict[str, float]:
 
 
 def measure_stock_save(flavor: str, ranks: int, folder: Path) -> dict[str, float]:
-    """DCP's own planner, and its writer that pickles."""
+    """Measures DCP's own planner, and its writer that pickles."""
     state = state_of(FLAVORS[flavor], ranks, 0)
     others = Others(state, ranks)
     planner = DefaultSavePlanner()
@@ -176,7 +176,7 @@ def measure_stock_save(flavor: str, ranks: int, folder: Path) -> dict[str, float
     results: Messages = []
 
     def written(answers: list[SavePlan]) -> Messages:
-        if not results:  # in the second save the answers say that nothing has changed
+        if not results:  # in the second save nothing has changed
             results[:] = [pickle.dumps(stock_written(r, p)) for r, p in enumerate(answers)]
         return results
 
@@ -191,7 +191,7 @@ def measure_stock_save(flavor: str, ranks: int, folder: Path) -> dict[str, float
 
 
 def measure_stock_load(flavor: str, ranks: int, folder: Path) -> dict[str, float]:
-    """DCP's own planner, and its reader of safetensors; `folder` is the one that `measure` left."""
+    """Measures DCP's own planner and reader of safetensors; `measure` has left `folder`."""
     state = state_of(FLAVORS[flavor], ranks, 0)
     path = folder / "step-2" / NAME
     headers = folder / "headers"
@@ -205,7 +205,7 @@ def measure_stock_load(flavor: str, ranks: int, folder: Path) -> dict[str, float
 
 
 def write_headers(manifest: Manifest, folder: Path) -> None:
-    """The files of a manifest, with their headers and without their data."""
+    """Writes the files of a manifest, with their headers but without data."""
     boxes: dict[Grid, list[Box]] = {}
     shards: dict[str, Shard] = {}
     for name, entry in manifest.tensors.items():
@@ -234,14 +234,14 @@ def write_headers(manifest: Manifest, folder: Path) -> None:
 
 
 def require_same(flavor: str, ranks: int, rank: int, key: str, pretended: object) -> None:
-    """Asserts that a process that pretends to be this rank plans what was made for it."""
+    """Asserts that a process that pretends to be this rank makes the plan that was made for it."""
     command = [sys.executable, __file__, "--flavor", flavor, "--one", "rank", str(ranks), str(rank)]
     planned = report.child(command)
     assert planned.get(key) == fingerprint(pretended), f"rank {rank} plans something else"
 
 
 def measure_rank(flavor: str, ranks: int, rank: int) -> dict[str, str]:
-    """What another rank plans: its report to titanlite's planner, and its stock plan."""
+    """Makes another rank's plans: its report to titanlite's planner, and its stock plan."""
     state = state_of(FLAVORS[flavor], ranks, rank)
     ours = PlacementSavePlanner()
     stock = DefaultSavePlanner()
@@ -253,12 +253,12 @@ def measure_rank(flavor: str, ranks: int, rank: int) -> dict[str, str]:
 
 
 def fingerprint(value: object) -> str:
-    """A hash of a value, and the size of its pickle."""
+    """Computes the hash of a value and the size of its pickle."""
     return f"{hashlib.sha256(repr(value).encode()).hexdigest()} {len(pickle.dumps(value))}"
 
 
 def limit_memory() -> None:
-    """Lets this process fail where it would take memory that there is not."""
+    """Makes this process fail if it would take more memory than there is."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     limit = int(1024 * kilobytes - MEMORY_LEFT)
@@ -303,7 +303,7 @@ COUNTED = {
 
 
 def ratios(found: dict[str, Any]) -> dict[str, float]:
-    """titanlite's figures divided by stock's, where both were measured."""
+    """Divides titanlite's figures by stock's, where both were measured."""
     compared = [key.removesuffix("_ratio") for key, _ in ROWS.values() if key.endswith("_ratio")]
     return {
         f"{key}_ratio": found[key] / found[f"stock_{key}"]
@@ -313,7 +313,7 @@ def ratios(found: dict[str, Any]) -> dict[str, float]:
 
 
 def measure_all(flavor: str, ranks: int, stock: bool) -> dict[str, Any]:
-    """All measurements for this number of ranks, each in a process of its own."""
+    """Runs all measurements for this number of ranks, each in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         run = [sys.executable, __file__, "--flavor", flavor, "--folder", folder, "--one"]
         found = report.child([*run, "own", str(ranks)])
@@ -327,7 +327,7 @@ def measure_all(flavor: str, ranks: int, stock: bool) -> dict[str, Any]:
 
 
 def in_background(flavor: str, ranks: int) -> tuple[dict[str, Any], str]:
-    """A step during a save on so many ranks, and a sentence about it."""
+    """Measures a step during a save on so many ranks, and writes a sentence about it."""
     run = [sys.executable, __file__, "--flavor", flavor, "--one", "background", str(ranks)]
     found = report.child(run)
     if "failed" in found:
@@ -343,8 +343,8 @@ def in_background(flavor: str, ranks: int) -> tuple[dict[str, Any], str]:
 
 
 def counts(processes: list[int], ranks: list[int]) -> tuple[dict[int, dict[str, float]], list[str]]:
-    """What is counted in runs with these numbers of processes: for these numbers of ranks, and as
-    lines of a table.
+    """Counts in runs with these numbers of processes; returns the counts for these numbers of
+    ranks, and lines of a table.
     """
     found = {number: run_counts.count(report.ROOT, number) for number in processes}
     print(found, flush=True)
@@ -428,7 +428,7 @@ def main() -> None:
 def in_this_process(
     flavor: str, folder: Path, kind: str, ranks: str, rank: str = "0"
 ) -> dict[str, Any]:
-    """One measurement."""
+    """Runs one measurement."""
     if kind == "rank":
         return measure_rank(flavor, int(ranks), int(rank))
     if kind == "background":

@@ -1,11 +1,11 @@
-"""How much the training of one process changes if its initial weights change by one bit of fp32.
+"""Measures how much one process's training changes if initial weights change by one bit of fp32.
 
     python benchmarks/one_bit.py [--noise 6e-8] [LAYOUT ...]
 
 A layout adds numbers in another order than one process does, which changes their last bits. Here
-the layout stays the same, and the last bits of the weights change: what `titanlite verify` finds
-then is what rounding makes of it. Each line is the largest difference over three draws of the
-noise, of the figures that `titanlite verify` compares. Takes two minutes.
+the layout stays the same, and the last bits of the weights change, so differences that `titanlite
+verify` finds come from rounding alone. Each line is the largest difference over three draws of the
+noise, for the figures that `titanlite verify` compares. Takes two minutes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def train(case: Case, llama: LlamaConfig, noise: float, draw: int, path: Path) -
 
 
 def compare(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """The largest difference of each figure."""
+    """Computes the largest difference of each figure."""
 
     def steps(figure: str) -> float:
         pairs = zip(found[figure], expected[figure], strict=True)

@@ -1,4 +1,4 @@
-"""The validation loss that Muon and AdamW reach on the same tokens, each with the best of three
+"""Compares the validation losses of Muon and AdamW on the same tokens, each with the best of three
 learning rates.
 
     python benchmarks/optimizers.py                            # `debug`: two minutes a run on two cores, six runs
@@ -21,7 +21,7 @@ from typing import Any
 import report
 
 STEPS = {"debug": 800, "cpu_25m": 500}
-WARMUP = {"debug": 30 / 800, "cpu_25m": 100 / 500}  # of the steps
+WARMUP = {"debug": 30 / 800, "cpu_25m": 100 / 500}  # share of the steps
 RATES = {
     "debug": {"adamw": (1.5e-3, 3e-3, 6e-3), "muon": (3e-3, 6e-3, 1.2e-2)},
     "cpu_25m": {"adamw": (1e-3, 2e-3, 4e-3), "muon": (2e-3, 4e-3, 8e-3)},
@@ -31,8 +31,8 @@ RATES = {
 def train(
     config: str, name: str, rate: float, steps: int, warmup: int, seed: int
 ) -> dict[str, Any]:
-    """Validation loss after the last step, and seconds of a step; {"failed": reason} if the run
-    fails.
+    """Trains; returns the validation loss after the last step and the seconds of a step, or
+    {"failed": reason}.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = {

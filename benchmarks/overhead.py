@@ -1,4 +1,4 @@
-"""The overhead of train.py, and of FSDP2 on one process, compared with a plain training loop.
+"""Measures the overhead of train.py, and of FSDP2 on one process, over a plain training loop.
 
     python benchmarks/overhead.py [--steps 8] [--rounds 3] [-- CONFIG --section.key=value ...]
 
@@ -52,7 +52,7 @@ KINDS = {"train.py": "", "bare loop": "plain", "bare loop with fully_shard": "fs
 
 
 def measure(kind: str, arguments: list[str], steps: int, folder: Path) -> list[float]:
-    """Seconds of the counted steps of one process."""
+    """Runs one process; returns the seconds of its counted steps."""
     environment = os.environ | {"PYTHONPATH": str(report.ROOT)}
     run = tempfile.mkdtemp(dir=folder)
     own = [f"--run.folder={run}", "--run.name=run", f"--training.steps={steps}", *ALONE]
@@ -62,7 +62,7 @@ def measure(kind: str, arguments: list[str], steps: int, folder: Path) -> list[f
         command, cwd=report.ROOT, env=environment, check=False, stdout=subprocess.PIPE, text=True
     )
     if done.returncode:
-        # Its output has the reason
+        # The output has the reason
         raise SystemExit(f"{kind} ended with exit code {done.returncode}")
     if KINDS[kind]:
         return json.loads(done.stdout.splitlines()[-1])[UNCOUNTED:]

@@ -3,9 +3,9 @@
     python benchmarks/plan_rows.py ROWS.csv [--seed 0]
 
 ROWS.csv has the columns source, hardware, gpus, model, seq, precision, layout, ac, tok_s_per_gpu,
-mfu, memory_gb, notes. What is expressed: dense models of Llama's kind and GPT's (as a Llama with as
-many parameters in its feed-forward), on GPUs of the table, with a layout that is stated. The rates
-of each GPU type are fitted on a half of its rows, chosen by the seed, and judged on the other half.
+mfu, memory_gb, notes. It compares rows with a dense model like Llama or GPT (as a Llama with as
+many parameters in its feed-forward), a GPU of the table and a stated layout. The rates of each GPU
+type are fitted on half of its rows, chosen by the seed, and judged on the other half.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ HARDWARE = {
 
 
 class NotExpressed(Exception):
-    """A row that is not compared, and why."""
+    """The reason why a row is not compared."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Case:
 
     @property
     def memory_gib(self) -> tuple[float, float]:
-        """What is predicted for the number that the row states, at least and at most."""
+        """Predicts the number that the row states, as (least, most)."""
         worst = max((rank.memory for rank in self.counts.ranks), key=lambda memory: memory.total)
         if "KempnerForge" not in self.row["source"]:
             low, high = reserved_bytes(worst)
@@ -162,13 +162,13 @@ class Case:
         return f"right: {words}" if found == ran else f"WRONG: {words}"
 
     def seconds_error(self, rates: Rates) -> float:
-        """Predicted tokens per second by those measured."""
+        """Divides predicted tokens per second by measured ones."""
         predicted = step_time(self.counts, self.machine, self.config, self.llama, rates)
         return predicted.tokens_per_second / float(self.row["tok_s_per_gpu"])
 
 
 def number(pattern: str, text: str, default: int = 0) -> int:
-    """The number behind a name, as TP=4."""
+    """Reads the number behind a name, as in TP=4."""
     found = re.search(pattern, text, re.I)
     return int(found[1]) if found else default
 
@@ -193,7 +193,7 @@ def model_of(row: dict[str, str]) -> LlamaConfig:
 
 
 def hidden(dim: int) -> int:
-    """The width of a SwiGLU with as many parameters as two matrices of 4 dim."""
+    """Computes the width of a SwiGLU with as many parameters as two matrices of 4 dim."""
     return 8 * dim // 3 // 128 * 128
 
 
@@ -210,7 +210,7 @@ def machine_of(row: dict[str, str]) -> Machine:
 
 
 def case_of(row: dict[str, str]) -> Case:
-    """The row as a config. Raises NotExpressed."""
+    """Converts a row to a config. Raises NotExpressed."""
     machine = machine_of(row)
     llama = model_of(row)
     source = row["source"]
@@ -261,7 +261,7 @@ def case_of(row: dict[str, str]) -> Case:
 
 
 def with_batch(keys: dict[str, Any], world_size: int) -> Config:
-    """The config of these keys; without a global batch it is one local batch per rank."""
+    """Builds the config of these keys; the default global batch is one local batch per rank."""
     model_ranks = math.prod(keys.get(f"parallel.{axis}", 1) for axis in ("pp", "cp", "tp"))
     data_ranks = world_size // model_ranks
     keys.setdefault(
@@ -292,7 +292,7 @@ def torchtitan(row: dict[str, str]) -> dict[str, Any]:
     local = number(r"local batch (\d+)", layout, 1)
     compiled = "compile" in row["notes"] or "async" in layout or "float8" in row["precision"]
     interleaved = "Interleaved" in layout
-    # Its number of microbatches is that of stages
+    # Its number of microbatches is its number of stages
     stages = pp * (2 if interleaved else 1)
     in_2025 = "2025" in row["source"] + row["notes"]  # when it came
     return {
@@ -348,8 +348,8 @@ def foundry(row: dict[str, str]) -> dict[str, Any]:
 
 
 def litgpt(row: dict[str, str]) -> dict[str, Any]:
-    """bf16 parameters and moments; its full.yaml shards and recomputes where it has several GPUs,
-    its lora.yaml runs on one.
+    """Adds litgpt's settings: bf16 parameters and moments; full.yaml shards and recomputes on
+    several GPUs, lora.yaml runs on one.
     """
     layout = row["layout"]
     if "qlora" in layout:
@@ -369,7 +369,7 @@ def litgpt(row: dict[str, str]) -> dict[str, Any]:
 
 
 def megatron(row: dict[str, str]) -> dict[str, Any]:
-    """Megatron's distributed optimizer gathers weights and reduces gradients once per step."""
+    """Adds Megatron's: its optimizer gathers weights and reduces gradients once per step."""
     layout = row["layout"]
     tp = number(r"\bTP=(\d+)", layout, 1)
     pp = number(r"\bPP=(\d+)", layout, 1)
@@ -412,9 +412,9 @@ HOST_GRID = tuple(0.2 * step for step in range(2, 21))  # 0.4 to 4 ms
 
 
 def fitted(cases: list[Case]) -> Rates:
-    """The rates with the smallest sum of |log(predicted / measured)|, one after the other.
+    """Fits one rate after the other, by the smallest sum of |log(predicted / measured)|.
 
-    A rate that is not the default must be worth it: few rows do not tell four rates apart.
+    A rate leaves its default only for a clear gain: few rows do not tell four rates apart.
     """
     rates = Rates()
 
@@ -435,7 +435,7 @@ def fitted(cases: list[Case]) -> Rates:
 def compare_times(cases: list[Case], seed: int) -> None:
     timed = []
     for case in cases:
-        # A limit of power that is not stated says nothing about the time
+        # A power limit that is not stated makes the time meaningless
         limited = "power limited" in case.row["hardware"]
         if case.row["tok_s_per_gpu"] not in ("", "OOM") and not limited:
             timed.append(case)

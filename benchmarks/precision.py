@@ -1,4 +1,4 @@
-"""What each step of the ladder of precision and memory costs: the loss of 200 steps, and the speed.
+"""Measures what each step of the ladder of precision and memory costs in loss and speed.
 
     python benchmarks/precision.py [--config debug] [--steps 200] [--cases "float16; offloaded moments"] [KEY=VALUE ...]
 
@@ -50,7 +50,7 @@ ON_GPU_ONLY = ("float16",)
 
 
 def measure(case: str, config: str, steps: int, keys: list[str]) -> dict[str, Any]:
-    """Loss, speed and memory of one run, or {"failed": reason}."""
+    """Measures loss, speed and memory of one run; returns {"failed": reason} if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         options = [
             *keys,
@@ -93,7 +93,7 @@ def measure(case: str, config: str, steps: int, keys: list[str]) -> dict[str, An
 
 
 def row(case: str, found: dict[str, Any], fp32: dict[str, Any]) -> str:
-    """A line of the table."""
+    """Writes a line of the table."""
     if "failed" in found:
         return f"| {case} | {found['failed']} | | | |"
     figures = []

@@ -1,4 +1,4 @@
-"""`titanlite prepare`: MB of text per CPU second, scaling with processes, and peak memory.
+"""Measures `titanlite prepare`: MB of text per CPU second, scaling with processes, peak memory.
 
     python benchmarks/prepare.py [--gigabytes 5] [--tokenizer FILE]
 
@@ -36,7 +36,7 @@ ROW = 2000  # characters
 
 
 def rows() -> Iterator[str]:
-    """Pieces of the standard library's source, again and again, each a little different."""
+    """Yields pieces of the standard library's source repeatedly, each a little different."""
     text = "".join(Path(file.path).read_text() for file in find(Source()).files)
     for turn in itertools.count():
         for start in range(0, len(text), ROW):
@@ -44,7 +44,7 @@ def rows() -> Iterator[str]:
 
 
 def make(path: Path, size: int) -> None:
-    """A file of about `size` bytes of text, of the kind that its name says."""
+    """Makes a file of about `size` bytes of text; its name gives the kind."""
     made = 0
     if path.suffix == ".parquet":
         import pyarrow as pa
@@ -67,7 +67,7 @@ def make(path: Path, size: int) -> None:
 
 
 def memory(root: int) -> int:
-    """PSS of a process and of the processes that it started, in bytes."""
+    """Measures the PSS of a process and its children, in bytes."""
     total = 0
     with contextlib.suppress(OSError):
         total += 1024 * int(
@@ -79,7 +79,7 @@ def memory(root: int) -> int:
 
 
 def measure(source: Path, workers: int, tokenizer: str, folder: Path) -> dict[str, Any]:
-    """Text bytes per second and per CPU second, and peak memory, of one preparation."""
+    """Measures one preparation: text bytes per second and per CPU second, and peak memory."""
     command = [sys.executable, "-m", "titanlite", "prepare", str(source), "--out", str(folder)]
     command += ["--workers", str(workers), "--tokenizer", tokenizer]
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
@@ -103,7 +103,7 @@ def measure(source: Path, workers: int, tokenizer: str, folder: Path) -> dict[st
 
 
 def limit(tokenizer: str) -> float:
-    """MB of text per CPU second of tiktoken alone, in this process."""
+    """Measures MB of text per CPU second of tiktoken alone, in this process."""
     encode, texts = Tokenizer(tokenizer).encode, list(itertools.islice(rows(), 5000))
     started = time.process_time()
     for text in texts:

@@ -1,9 +1,9 @@
-"""One process as a rank of many: the tensors that it would have, and what the other ranks would
-send to rank 0 in a save.
+"""Makes one process a rank of many: the tensors that it would hold, and the messages that the other
+ranks would send to rank 0 in a save.
 
 The process group is torch's fake one. The layout is tp 8, the rest dp_shard, and the optimizer
-AdamW. What the others send follows from the placements; `many_ranks.py` compares it with what a
-process plans that pretends to be another rank.
+AdamW. The messages of the others follow from the placements; `many_ranks.py` compares them with the
+plan of a process that pretends to be another rank.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ OPTIONS = [
 
 
 def state_of(llama: LlamaConfig, ranks: int, rank: int) -> State:
-    """The state of a run, as this rank of so many would have it, on the meta device."""
+    """Builds the state of a run that this rank of so many would hold, on the meta device."""
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     config = load_config(["debug", *OPTIONS])
     degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": ranks // TP, "cp": 1, "tp": TP}
@@ -74,7 +74,7 @@ def state_of(llama: LlamaConfig, ranks: int, rank: int) -> State:
 
 
 def on_cpu(state: State, local: Callable[[Size], Tensor]) -> State:
-    """The state with this rank's parts on the CPU, which `local` makes of their shapes."""
+    """Replaces this rank's parts of the state by CPU tensors, which `local` makes from shapes."""
 
     def moved(value: Any) -> Any:
         if not isinstance(value, DTensor):
@@ -91,11 +91,11 @@ def on_cpu(state: State, local: Callable[[Size], Tensor]) -> State:
     }
 
 
-@functools.cache  # many tensors have the same one, and a strided shard takes up to 60 ms
+@functools.cache  # many tensors share one, and a strided shard takes up to 60 ms
 def box_of(
     shape: Size, mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int
 ) -> tuple[Offsets, Sizes]:
-    """Offsets and sizes of a rank's part of a DTensor."""
+    """Computes offsets and sizes of a rank's part of a DTensor."""
     place = (mesh.mesh == rank).nonzero()[0].tolist()
     sizes, offsets = _compute_local_shape_and_global_offset(
         shape, tuple(mesh.shape), place, placements
@@ -106,12 +106,12 @@ def box_of(
 class Layout(NamedTuple):
     """One of the ways in which tensors are cut."""
 
-    value: Tensor  # a tensor that is cut so
-    writer: int  # which of its replicas, along tp, is written
+    value: Tensor  # a tensor with this layout
+    writer: int  # the replica, along tp, that is written
 
 
 class Others:
-    """What each rank of the group sends to rank 0."""
+    """The messages that each rank of the group sends to rank 0."""
 
     def __init__(self, state: State, ranks: int) -> None:
         self.ranks = ranks
@@ -121,7 +121,7 @@ class Others:
         self._table: list[Entry] = []
         self._layouts: list[Layout] = []
         numbers: dict[Hashable, int] = {}
-        bytes_of = [0] * TP  # that each replica writes
+        bytes_of = [0] * TP  # bytes that each replica writes
         for name, value in self._tensors.items():
             key: tuple[Hashable, ...] = (value.shape,)
             writer = 0
@@ -138,10 +138,10 @@ class Others:
         self._digest = hashlib.sha256(repr(self._table).encode()).hexdigest()
 
     def report(self, rank: int) -> Report:
-        """What a rank's PlacementSavePlanner reports."""
+        """Makes the report of a rank's PlacementSavePlanner."""
         boxes: list[tuple[int, Offsets, Sizes]] = []
         for number, (value, writer) in enumerate(self._layouts):
-            replica = rank  # every rank has the tensors that are not cut
+            replica = rank  # tensors that are not cut are on every rank
             box: tuple[Offsets, Sizes] = ((), tuple(value.shape))
             if isinstance(value, DTensor):
                 replica = rank % TP if value.placements[1].is_replicate() else 0
@@ -153,7 +153,7 @@ class Others:
         return Report(0, self._digest, len(self._table), entries, boxes)
 
     def written(self, rank: int) -> list[WriteResult]:
-        """What a rank's StepWriter has written."""
+        """Makes the results of a rank's StepWriter."""
         results = []
         for kind in ("model", "training"):
             name = f"{kind}-{rank:05}.safetensors"
@@ -163,7 +163,7 @@ class Others:
         return results
 
     def stock_plan(self, rank: int, own: SavePlan) -> SavePlan:
-        """The plan of a rank's DefaultSavePlanner; `own`: that of rank 0."""
+        """Makes the plan of a rank's DefaultSavePlanner; `own`: rank 0's plan."""
         items = []
         for item in own.items:
             value = self._tensors[item.index.fqn]
@@ -180,7 +180,7 @@ class Others:
 
 
 def stock_written(rank: int, plan: SavePlan) -> list[WriteResult]:
-    """What a rank's FileSystemWriter has written, by its part of the global plan."""
+    """Makes the results of a rank's FileSystemWriter, from its part of the global plan."""
     name = f"__{rank}_0.distcp"
     results = []
     offset = 0

@@ -1,4 +1,4 @@
-"""Peaks of torch's caching allocator in a training step of each flavor, on a pretended GPU.
+"""Measures the peaks of torch's caching allocator in a step of each flavor, on a pretended GPU.
 
     python benchmarks/pretended_memory.py [--cases "NAME;NAME"] [--list]
 
@@ -28,7 +28,7 @@ sys.path.insert(0, str(report.ROOT / "tests/nullgpu"))
 from pretended_gpu import build, environment, why_not
 
 GIB = 2**30
-# The second has the moments and gradients that the first creates; the third must not be larger
+# The second has the moments that the first creates; the third must not be larger than it
 STEPS = 3
 CAPACITY = 640.0
 COMMON = [
@@ -58,7 +58,7 @@ for flavor in ("1b", "3b", "8b"):
 
 
 def child(arguments: list[str]) -> dict[str, Any]:
-    """The peaks, in GiB, after each step of one case in this process."""
+    """Measures the peaks, in GiB, after each step of one case in this process."""
     import torch
     from contestants import Titanlite, make_batch
 
@@ -80,7 +80,7 @@ def child(arguments: list[str]) -> dict[str, Any]:
 
 
 def measure(name: str, library: Path) -> dict[str, Any]:
-    """The peaks of a case, in a separate process."""
+    """Measures the peaks of a case in a separate process."""
     variables = environment(library, gib=CAPACITY) | {"PYTHONPATH": str(report.ROOT)}
     command = [sys.executable, __file__, "--child", name]
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)

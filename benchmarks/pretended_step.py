@@ -1,12 +1,12 @@
-"""What a training step asks of a GPU, counted on a pretended one: kernels, waits, memory, collectives.
+"""Counts what a training step asks of a GPU, on a pretended one: kernels, waits, collectives.
 
     python benchmarks/pretended_step.py [--cases "NAME;NAME"] [--list]
 
-What it is: each case is train.py on the GPU of tests/nullgpu, which computes nothing and writes down
-what it is asked for. Counted is the fourth step, which is not logged: Triton's kernels and others,
-matrix products, copies, how often the host waited, and the collectives with their operations. Also
-the peak of the allocator, and how many graphs were compiled.
-Why it is here: each of these numbers can grow without any number of the training changing. A wait
+What it is: each case is train.py on the GPU of tests/nullgpu, which computes nothing and records
+the calls. The fourth step, which is not logged, is counted: kernels of Triton and others, matrix
+products, copies, waits of the host, and collectives with their operations. The peak of the
+allocator and the number of compiled graphs are reported too.
+Why it is here: each of these numbers can grow while all results of training stay the same. A wait
 of the host costs time on a GPU only; a second graph costs minutes of compiling.
 What it costs: a CUDA build of torch, g++ and no GPU; one to three minutes per case, most of them
 for the compiler. It shows no times, and attention is not cuDNN's.
@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
 
 def one_gpu(flavor: str, local_batches: int, sequences: int, *options: str) -> Case:
-    """A preset on one GPU, with so many local batches of so many sequences in a step."""
+    """Builds a case of a preset on one GPU, with so many local batches of so many sequences."""
     sizes = [
         f"--training.local_batch_size={sequences}",
         f"--training.global_batch_size={local_batches * sequences}",
@@ -62,7 +62,7 @@ CASES = {
 
 
 def without_names(found: Found) -> dict[str, Any]:
-    """All numbers of a process; its hundreds of kernels are counted only."""
+    """Returns all numbers of a process; its hundreds of kernels are only counted."""
     step = found.step._asdict()
     del step["kernels"]
     return {**found._asdict(), "step": step}

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 NO_MEMORY = "out of memory"
-OUTPUT_KEPT = 6000  # characters of the output of a process that failed
+OUTPUT_KEPT = 6000  # characters kept of a failed process's output
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def cpu() -> str:
-    """The processor's name and number of cores."""
+    """Returns the processor's name and number of cores."""
     info = Path("/proc/cpuinfo")
     names = [
         line.partition(":")[2].strip()
@@ -29,21 +29,21 @@ def cpu() -> str:
 
 
 def gpus() -> list[str]:
-    """The names of the CUDA devices."""
+    """Lists the names of the CUDA devices."""
     import torch
 
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 def p99(seconds: list[float]) -> float:
-    """The 99th percentile; of fewer than 100 values the largest."""
+    """Computes the 99th percentile; with fewer than 100 values, the largest."""
     ordered = sorted(seconds)
     return ordered[max(0, -(-99 * len(ordered) // 100) - 1)]
 
 
 def child(command: list[str]) -> dict[str, Any]:
-    """The last line that a process prints, as JSON; {"failed": reason, "output": its end} if it
-    fails, so that other cases continue.
+    """Runs a process and parses its last line as JSON; if it fails, returns
+    {"failed": reason, "output": its end}, so that other cases continue.
     """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -60,12 +60,12 @@ def child(command: list[str]) -> dict[str, Any]:
 
 
 def failure(*found: dict[str, Any]) -> str | None:
-    """The first of these that failed, in words."""
+    """Describes the first of these that failed."""
     return next((one["failed"] for one in found if "failed" in one), None)
 
 
 def exit_code(results: dict[str, Any]) -> None:
-    """Ends with 1 if something failed that a larger memory would not mend: benchmarks/gpu.sh tries
+    """Exits with 1 if something failed for another reason than memory: benchmarks/gpu.sh then tries
     it again.
     """
     if any(one.get("failed", NO_MEMORY) != NO_MEMORY for one in results.values()):

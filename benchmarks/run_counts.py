@@ -1,12 +1,11 @@
-"""Descriptors and file operations of the processes of a run, counted in real runs with a few
-processes.
+"""Counts descriptors and file operations of a run's processes, in real runs with a few processes.
 
 Both grow linearly with the number of processes, so `fit` extrapolates to many. File operations are
 calls of Python (stat, open, listdir, mkdir, rename, remove) on paths below the folders of text,
 prepared data and run, which many nodes would share. Descriptors are the largest number that a
 process has open at one time.
 
-Three runs: one that saves once; one that saves twice; the first resumed, to save once more.
+There are three runs: one saves once, one saves twice, and the first is resumed and saves once more.
 """
 
 from __future__ import annotations
@@ -60,11 +59,11 @@ OPTIONS = [
 ]
 OPTIONS += ["--checkpoint.freq=2", "--training.seq_len=32", "--training.local_batch_size=1"]
 OPTIONS += ["--training.global_batch_size=8", "--data.pattern=*.txt"]
-FILES = 20  # of text
+FILES = 20  # text files
 
 
 def run(root: Path, folder: Path, processes: int, steps: int, name: str) -> list[dict[str, int]]:
-    """Trains with the program at `root`; the counts of each rank."""
+    """Trains with the program at `root`; returns the counts of each rank."""
     results = folder / "counts"
     results.mkdir()
     (folder / "hooks").mkdir(exist_ok=True)
@@ -102,8 +101,8 @@ def run(root: Path, folder: Path, processes: int, steps: int, name: str) -> list
 
 
 def count(root: Path, processes: int) -> dict[str, int]:
-    """Of rank 0 and of the last rank: descriptors; file operations of all ranks in a start, a load
-    and a save.
+    """Counts descriptors of rank 0 and of the last rank, and file operations of all ranks in a
+    start, a load and a save.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -129,8 +128,8 @@ def count(root: Path, processes: int) -> dict[str, int]:
 
 
 def fit(found: dict[int, dict[str, int]], ranks: int) -> dict[str, float]:
-    """The counts of so many ranks, from those of three numbers of processes: on a line, if they lie
-    on one to 5 %, otherwise on a parabola.
+    """Extrapolates the counts of three numbers of processes to so many ranks: by a line, if they
+    lie on one to 5 %, otherwise by a parabola.
     """
     (a, first), (b, second), (c, third) = sorted(found.items())
     counts = {}

@@ -1,4 +1,4 @@
-"""Scaling: throughput with more processes, and the share of communication in a step.
+"""Measures scaling: throughput with more processes, and the share of communication in a step.
 
     python benchmarks/scaling.py [--processes 1,2,4] [--axis dp_shard] [--steps 10] [-- CONFIG --section.key=value ...]
 
@@ -39,7 +39,7 @@ ALONE = [
 ]
 TRACED = ["--profiling.enabled", "--profiling.warmup_steps=1", "--profiling.active_steps=2"]
 UNCOUNTED = 3
-BATCH = 4  # sequences of all processes together, in strong scaling
+BATCH = 4  # sequences over all processes, in strong scaling
 # Names of collectives in a trace
 ON_CPU, ON_GPU = ("gloo:", "c10d::", "record_param_comms"), "nccl"
 
@@ -47,7 +47,7 @@ ON_CPU, ON_GPU = ("gloo:", "c10d::", "record_param_comms"), "nccl"
 def run(
     processes: int, sequences: int, options: argparse.Namespace, traced: bool
 ) -> tuple[float, float]:
-    """(tokens per second over all processes, share of communication or 0)."""
+    """Runs; returns (tokens per second over all processes, share of communication or 0)."""
     with tempfile.TemporaryDirectory() as folder:
         steps = options.steps + UNCOUNTED
         extra = [*TRACED, f"--profiling.freq={steps}"] if traced else []
@@ -77,7 +77,7 @@ def run(
 
 
 def communication(folder: Path) -> float:
-    """The share of collectives in the traced steps of rank 0: the union of their intervals, over
+    """Computes the share of collectives in rank 0's traced steps: the union of their intervals over
     the whole time.
     """
     events = json.loads(gzip.decompress(sorted(folder.glob("*rank-0.json.gz"))[0].read_bytes()))[

@@ -1,4 +1,4 @@
-"""What the sinks cost the process that trains: importing them, opening them, and each row.
+"""Measures what sinks cost the training process: importing them, opening them, and each row.
 
     python benchmarks/sinks.py [--rows 300]
 
@@ -21,13 +21,13 @@ from typing import Any
 
 import report
 
-COLUMNS = 19  # of a logged step of the debug config
+COLUMNS = 19  # columns of a logged step of the debug config
 
 
 def measure(name: str, rows: int) -> dict[str, Any]:
-    """CPU seconds of the import, of opening the sink, and per row."""
+    """Measures CPU seconds of the import, of opening the sink, and per row."""
     os.environ |= {"WANDB_MODE": "offline", "LOG_RANK": "none"}
-    import torch  # noqa: F401, imported by a run before
+    import torch  # noqa: F401, a run has imported it earlier
 
     from titanlite.config.schema import MetricsConfig
     from titanlite.sinks.feed import Feed, build_sink

@@ -1,4 +1,4 @@
-"""The time from the command to the first step.
+"""Measures the time from the command to the first step.
 
     python benchmarks/startup.py [--repeat 5]
 
@@ -29,7 +29,7 @@ OPTIONS = [
 
 
 def first_step(folder: Path, cache: Path) -> float:
-    """Seconds until the line of step 1."""
+    """Measures the seconds until the line of step 1."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     run = tempfile.mkdtemp(dir=folder)
     command = [

@@ -1,4 +1,4 @@
-"""A step folder without a run: saved and loaded as the checkpoint manager does it."""
+"""Saves and loads a step folder without a run, as the checkpoint manager does."""
 
 from __future__ import annotations
 

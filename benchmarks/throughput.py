@@ -1,4 +1,4 @@
-"""Training throughput and memory of each flavor on this device.
+"""Measures training throughput and memory of each flavor on this device.
 
     python benchmarks/throughput.py [--cases "SET or NAME;NAME"] [--steps 20] [--profile] [--list]
 
@@ -171,7 +171,7 @@ SETS = {
 
 
 def named(names: list[str]) -> list[str]:
-    """These names of cases; ends with a message if one is unknown."""
+    """Selects cases by name; ends with a message if one is unknown."""
     for name in names:
         if name not in CASES:
             raise SystemExit(
@@ -182,7 +182,7 @@ def named(names: list[str]) -> list[str]:
 
 
 def hottest(subject: Any, batches: list[Any]) -> str:
-    """The kernels of two steps, by the time they took."""
+    """Lists the kernels of two steps by their time."""
     from torch.profiler import profile
 
     from titanlite.observe.hottest import summary

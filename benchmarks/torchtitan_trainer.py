@@ -1,9 +1,9 @@
 """The Trainer of torchtitan 0.2.2 as a contestant: its model, loop, optimizer and options, with
 given tokens.
 
-Different from a plain run of torchtitan are the shape of the model (a flavor of titanlite), the
-missing tokenizer and data loader, and for the pair `fsdp` a call of its `apply_fsdp` on a mesh of
-one process, which it makes only for more processes. Nothing of torchtitan is copied or changed.
+It differs from a plain run of torchtitan in the model's shape (a flavor of titanlite), the missing
+tokenizer and data loader, and for the pair `fsdp` a call of its `apply_fsdp` on a mesh of one
+process, which it makes only for more processes. Nothing of torchtitan is copied or changed.
 torchtitan has no CPU path. Without CUDA, this file replaces the device functions that it calls, so
 that the comparison can be tried on any machine; its speed there has no meaning.
 """
@@ -48,15 +48,13 @@ def _stand_in_for_cuda() -> None:
 
 
 def _stand_in_for_datasets() -> None:
-    """Lets torchtitan be imported without the package `datasets`, whose loaders this comparison
-    does not use.
-    """
+    """Makes torchtitan importable without the package `datasets`, whose loaders we do not use."""
     if importlib.util.find_spec("datasets") is None:
         sys.modules |= {"datasets": mock.MagicMock(), "datasets.distributed": mock.MagicMock()}
 
 
 def job(config: Config, compute: str) -> Any:
-    """torchtitan's JobConfig with the settings of `config`."""
+    """Builds torchtitan's JobConfig with the settings of `config`."""
     from torchtitan.config import JobConfig
 
     made = JobConfig()
@@ -83,7 +81,7 @@ def job(config: Config, compute: str) -> Any:
 
 
 class Torchtitan:
-    """A step of its Trainer."""
+    """Runs steps of torchtitan's Trainer."""
 
     name = "torchtitan"
 
@@ -98,7 +96,7 @@ class Torchtitan:
             return loss
 
         trainer.forward_backward_step = remember
-        trainer.step = 2  # which its metrics do not log
+        trainer.step = 2  # its metrics do not log step 2
 
     def step(self, tokens: Tensor, labels: Tensor) -> Tensor:
         self.trainer.train_step(iter([({"input": tokens}, labels)]))
@@ -106,7 +104,7 @@ class Torchtitan:
 
 
 def build(config: Config, llama: LlamaConfig, pair: str, weights: dict[str, Tensor]) -> Torchtitan:
-    """torchtitan with these weights. `pair`: autocast or fsdp."""
+    """Builds torchtitan with these weights. `pair`: autocast or fsdp."""
     device = process_group.start(config.run, config.comm, config.debug)
     if device.type != "cuda":
         _stand_in_for_cuda()

@@ -1,4 +1,4 @@
-"""The results and times of `titanlite verify`.
+"""Measures the results and times of `titanlite verify`.
 
     python benchmarks/verify.py
 
@@ -36,7 +36,7 @@ LARGE = ["-m", "pytest", "-q", "-m", "slow or not slow", "--durations=0", "tests
 
 
 def verify(options: list[str], folder: Path) -> tuple[str, list[dict[str, Any]], float]:
-    """The printed table, its rows, and the seconds of the whole command."""
+    """Runs verify; returns the printed table, its rows, and the seconds of the command."""
     path = folder / "rows.json"
     started = time.monotonic()
     command = [sys.executable, "-m", "titanlite", "verify", *options, "--json", str(path)]

@@ -1,4 +1,4 @@
-"""titanlite and torchtitan 0.2.2 compared: same model, weights, tokens and options, each in a
+"""Compares titanlite and torchtitan 0.2.2: same model, weights, tokens and options, each in a
 separate process.
 
     python benchmarks/vs_torchtitan.py [--flavor llama3_1b] [--seq-len 4096] [--batch 2] [--pairs autocast,fsdp] ...
@@ -45,7 +45,7 @@ CONTESTANTS = ("titanlite", "torchtitan")
 
 
 def arguments_of(options: argparse.Namespace) -> list[str]:
-    """The configuration of both, as arguments of train.py."""
+    """Builds the configuration of both, as arguments of train.py."""
     arguments = [
         options.config,
         f"--model.flavor={options.flavor}",
@@ -73,8 +73,8 @@ def arguments_of(options: argparse.Namespace) -> list[str]:
 
 
 def stress(model: Any) -> None:
-    """Enlarges attention's weights in place: with initial weights, wrong positions would hardly
-    change the loss.
+    """Enlarges attention's weights in place, because with initial weights, wrong positions would
+    hardly change the loss.
     """
     import torch
 
@@ -85,13 +85,13 @@ def stress(model: Any) -> None:
 
 
 def ours(arguments: list[str], weights: Path, stressed: bool) -> Any:
-    """A step of titanlite; its initial weights go to `weights` if nothing is there."""
+    """Builds titanlite's step; writes its initial weights to `weights` if that is absent."""
     import torch
     from contestants import Titanlite, initial_weights
 
     subject = Titanlite(arguments)
     changed = [subject.model_parts[0]]
-    if not weights.exists():  # drawn on the device: a GPU draws other numbers than a CPU
+    if not weights.exists():  # drawn on the device: CPU and GPU draw different numbers
         changed.append(initial_weights(subject.config, subject.llama, subject.device))
     for model in changed if stressed else []:
         stress(model)
@@ -103,7 +103,7 @@ def ours(arguments: list[str], weights: Path, stressed: bool) -> Any:
 
 
 def theirs(arguments: list[str], weights: Path, pair: str) -> Any:
-    """A step of torchtitan's Trainer, whose loader is a list with one batch."""
+    """Builds the step of torchtitan's Trainer, whose loader is a list with one batch."""
     import torch
     from contestants import configuration
     from torchtitan_trainer import build
@@ -116,8 +116,8 @@ def theirs(arguments: list[str], weights: Path, pair: str) -> Any:
 def block(
     options: argparse.Namespace, who: str, pair: str, weights: Path, gate: str = ""
 ) -> dict[str, Any]:
-    """One process: the losses of the first steps, or the seconds of steps that count, and memory;
-    or why it failed.
+    """Runs one process; returns the losses of the first steps, or the seconds of counted steps, and
+    memory; or why it failed.
     """
     words = [
         sys.executable,
@@ -135,10 +135,10 @@ def block(
 
 
 def clock() -> int | None:
-    """MHz, where the package that asks the driver (nvidia-ml-py) is there and the driver answers."""
+    """Reads the clock in MHz, if nvidia-ml-py is installed and the driver answers."""
     import torch
 
-    # The package's errors have no common base that is there without it
+    # The package's errors have no base class that exists without the package
     with contextlib.suppress(Exception):
         return torch.cuda.clock_rate()
     return None
@@ -154,7 +154,7 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
     else:
         subject, step = theirs(arguments, weights, options.pair)
     config, device = subject.config, subject.device
-    # In CPU memory, where a loader would have them.
+    # In CPU memory, as from a loader.
     count = GATE_BATCHES if options.gate else options.steps
     batches = [make_batch(config, torch.device("cpu"), number) for number in range(count)]
     if options.gate:
@@ -219,7 +219,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         print(json.dumps(child(options)), flush=True)
-        os._exit(0)  # process groups of both are of no use any more
+        os._exit(0)  # skip the clean-up of both process groups
     results: dict[str, Any] = {}
     body = [f"`{' '.join(arguments_of(options))}`, torchtitan {VERSION}.", ""]
     body += [

@@ -1,4 +1,4 @@
-"""titanlite and Hugging Face's Llama in a plain training loop, compared in speed.
+"""Compares the speed of titanlite and Hugging Face's Llama in a plain training loop.
 
     python benchmarks/vs_transformers.py [--sizes 1M,25M,125M] [--no-compile] [--compute bfloat16]
 
@@ -60,13 +60,13 @@ SIZES = {  # arguments of train.py, steps of a turn, rounds of four turns in a p
         2,
     ),
 }
-# Of the first loss, relative; ten times that for two more
+# Largest relative difference of the first loss; ten times as much for the next two
 GATE = {"float32": 1e-5, "bfloat16": 1e-3}
 
 
 def one_process(size: str, compute: str, compiled: bool, theirs_first: bool) -> dict[str, Any]:
-    """What a process finds: the first losses, the seconds of all steps, and how much faster
-    titanlite is by round.
+    """Measures in one process: the first losses, the seconds of all steps, and how much faster
+    titanlite is in each round.
     """
     arguments, steps, rounds, _ = SIZES[size]
     arguments = [
@@ -99,7 +99,7 @@ def one_process(size: str, compute: str, compiled: bool, theirs_first: bool) -> 
 
 
 def compare(size: str, compute: str, compiled: bool) -> dict[str, Any]:
-    """All processes of a size, one after the other."""
+    """Runs all processes of a size, one after the other."""
     found = []
     for number in range(SIZES[size][-1]):
         command = [

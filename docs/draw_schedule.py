@@ -3,11 +3,11 @@
     python docs/draw_schedule.py [--schedule 1F1B] [--pp 2] [--microbatches 4] [--stages 1]
 
 What it is: the order in which each rank computes, and a simulation that places it in time.
-Messages take no time. In slots, a forward and a backward take one slot each, and the two halves of
-a divided backward one each as well. In time, a forward takes 1, a backward 2, and each of its
-halves 1. The forward of a microbatch on a stage waits for its forward on the stage before; its
-backward waits for its backward on the stage after, and on the last stage for its forward. The
-gradients of the weights wait for those of the inputs.
+Messages take no time. In slots, a forward, a backward, and each half of a divided backward take one
+slot. In time, a forward takes 1, a backward 2, and each half of a backward 1. The forward of a
+microbatch on a stage waits for its forward on the previous stage; its backward waits for its
+backward on the next stage, and on the last stage for its forward. The gradients of the weights wait
+for those of the inputs.
 Why it is here: the pictures in parallelism.md are the output of this script, or are drawn from it
 by pictures/pipelines.py. Tests compare them, compare the order with what torch runs, and compare
 the idle slots with the formulas of the bubble.
@@ -34,7 +34,7 @@ SCHEDULES = (
     "DualPipeV",
 )
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # rank 0 has the first and the last stage
-# What a task takes in time; the kinds are those of torch: forward, backward, and the halves of a
+# Duration of each kind of task, by torch's names: forward, backward, and the two halves of a
 # backward: gradients of the inputs, gradients of the weights
 TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 
@@ -42,7 +42,7 @@ TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 class Task(NamedTuple):
     """A forward, a backward or half of one, of one microbatch on one stage."""
 
-    kind: str  # of TIMES
+    kind: str  # a key of TIMES
     stage: int
     microbatch: int
 
@@ -58,10 +58,10 @@ class Timed(NamedTuple):
 def rank_orders(
     schedule: str, pp: int, microbatches: int, stages_per_rank: int = 1
 ) -> list[list[Task]]:
-    """What each rank computes, in order."""
+    """Lists what each rank computes, in order."""
     if schedule == "GPipe":  # all forwards, then all backwards
         return [_forwards_and_backwards(rank, microbatches, microbatches) for rank in range(pp)]
-    # a rank starts as many forwards as there are ranks from it to the end of the pipeline
+    # a rank starts one forward for each rank from itself to the end of the pipeline
     if schedule == "1F1B":
         return [
             _forwards_and_backwards(rank, microbatches, min(microbatches, pp - rank))
@@ -71,7 +71,7 @@ def rank_orders(
 
 
 def _forwards_and_backwards(stage: int, microbatches: int, warmup: int) -> list[Task]:
-    """The order of GPipe and 1F1B.
+    """Builds the order of GPipe and 1F1B.
 
     Warmup: `warmup` forwards. Steady state: one backward, one forward. Cooldown: the backwards that
     are left.
@@ -85,9 +85,9 @@ def _forwards_and_backwards(stage: int, microbatches: int, warmup: int) -> list[
 def _order_of_torch(
     schedule: str, pp: int, microbatches: int, stages_per_rank: int
 ) -> list[list[Task]]:
-    """`pipeline_order` of torch's schedule, without its idle slots.
+    """Returns `pipeline_order` of torch's schedule, without its idle slots.
 
-    That is what torch runs where a rank has several stages. For GPipe and 1F1B torch runs a loop
+    torch runs this order if a rank has several stages. For GPipe and 1F1B it runs a loop
     instead, and the `pipeline_order` of 1F1B differs from it: the last rank begins with microbatch
     1 (torch 2.13).
     """
@@ -111,7 +111,7 @@ def _order_of_torch(
 
 
 def _tasks(action: Any) -> list[Task]:
-    """Of torch's action: one, none for an idle slot, or those that it runs one after the other."""
+    """Converts torch's action to tasks: one, none for an idle slot, or several in a row."""
     if action is None:
         return []
     if action.sub_actions:
@@ -120,7 +120,7 @@ def _tasks(action: Any) -> list[Task]:
 
 
 def place_in_slots(order: list[list[Task]]) -> list[list[Task | None]]:
-    """The tasks of each rank in its order, as early as their inputs allow; None is an idle slot."""
+    """Places each rank's tasks in slots, in order and as early as inputs allow; None is idle."""
     placed = place_in_time(order, dict.fromkeys(TIMES, 1))
     end = max(timed.end for row in placed for timed in row)
     slots: list[list[Task | None]] = [[None] * end for _ in placed]
@@ -131,9 +131,9 @@ def place_in_slots(order: list[list[Task]]) -> list[list[Task | None]]:
 
 
 def place_in_time(order: list[list[Task]], times: Mapping[str, int] = TIMES) -> list[list[Timed]]:
-    """The tasks of each rank in its order, as early as their inputs allow.
+    """Places each rank's tasks in time, in order and as early as their inputs allow.
 
-    `times`: what a task of each kind takes.
+    `times`: the duration of each kind of task.
     """
     last_stage = max(task.stage for tasks in order for task in tasks)
     placed: list[list[Timed]] = [[] for _ in order]
@@ -157,19 +157,19 @@ def place_in_time(order: list[list[Task]], times: Mapping[str, int] = TIMES) -> 
 
 
 def idle_time(placed: list[list[Timed]]) -> Fraction:
-    """Idle time as a part of all time, from the first task of any rank to the last."""
+    """Computes idle time as a part of all time, from the first task of any rank to the last."""
     end = max(timed.end for row in placed for timed in row)
     busy = sum(timed.end - timed.start for row in placed for timed in row)
     return 1 - Fraction(busy, end * len(placed))
 
 
 def _result(task: Task) -> Task:
-    """What others wait for: the gradient of the input is the same from a whole backward."""
+    """The result that others wait for: a whole backward gives the gradient of the input too."""
     return task._replace(kind="B") if task.kind == "I" else task
 
 
 def _inputs(task: Task, last_stage: int) -> set[Task]:
-    """The tasks whose results a task needs."""
+    """Lists the tasks whose results a task needs."""
     kind, stage, microbatch = task
     if kind == "F":
         return {Task("F", stage - 1, microbatch)} if stage else set()
@@ -181,13 +181,13 @@ def _inputs(task: Task, last_stage: int) -> set[Task]:
 
 
 def bubble(slots: list[list[Task | None]]) -> Fraction:
-    """Idle slots as a part of all slots."""
+    """Computes idle slots as a part of all slots."""
     everything = [task for row in slots for task in row]
     return Fraction(everything.count(None), len(everything))
 
 
 def draw(slots: list[list[Task | None]]) -> str:
-    """One line per rank.
+    """Draws one line per rank.
 
     `>0` is the forward of microbatch 0, `<0` its backward or the gradients of the inputs, `w0`
     those of the weights; `2>0` names stage 2 as well; `.` is an idle slot.

@@ -134,7 +134,12 @@ def test_replicas(pool):
 
 @pytest.mark.parametrize(
     ("mode", "all_gathers", "reduce_scatters"),
-    [("none", 4, 4), ("selective", 6, 4), ("full", 6, 5)],
+    [
+        ("none", 4, 4),
+        # Slow: `full` repeats these two all-gathers too
+        pytest.param("selective", 6, 4, marks=pytest.mark.slow),
+        ("full", 6, 5),
+    ],
 )
 def test_tensor_parallel(pool, mode, all_gathers, reduce_scatters):
     """Recomputation repeats the forward's two all-gathers, and `full` the first of its two

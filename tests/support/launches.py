@@ -17,14 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 def environment(**variables: str) -> dict[str, str]:
     """This environment with the running interpreter first: run_train.sh takes it and installs nothing.
 
-    Compiled files are kept beside the prepared data of these tests, also where the environment
-    forbids them: each process would compile the package again.
+    Where the environment forbids compiled files, they are kept beside the prepared data of these
+    tests: else each process would compile titanlite again.
     """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    compiled = {
-        "PYTHONDONTWRITEBYTECODE": "",
-        "PYTHONPYCACHEPREFIX": f"{os.environ['TITANLITE_CACHE']}/compiled",
-    }
+    compiled = {}
+    if sys.dont_write_bytecode:
+        compiled["PYTHONDONTWRITEBYTECODE"] = ""
+        compiled["PYTHONPYCACHEPREFIX"] = f"{os.environ['TITANLITE_CACHE']}/compiled"
     return {**os.environ, **compiled, "PATH": path, "LOG_RANK": "0", **variables}
 
 

@@ -1,12 +1,12 @@
-"""What a run uses of `tools/`, and what it does where that folder is not there.
+"""The functions of `tools/` that a run uses, and what it does without that folder.
 
 What it is: one function for each use. Preparing text, weights in other formats and adapters need
-the tools; without them that is an error that says so. The comparison with the plan, the report and
-the export only add to a run; without the tools they are left out.
+the tools: without them, such a run is refused with an error. The comparison with the plan, the
+report and the export only add to a run: without the tools they are left out.
 Why it is here: `tools/` can be deleted, and `train.py` still trains, resumes and validates prepared
 data. `find` is the only place where the core imports from it.
-What it costs: nothing before it is used: a plain run loads none of `tools/` until its first step is
-done.
+What it costs: nothing before it is used; a plain run loads nothing of `tools/` until its first step
+is done.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ logger = logging.getLogger("titanlite")
 
 
 def find(name: str) -> ModuleType | None:
-    """The module titanlite.tools.`name`; None without the tools."""
+    """Imports titanlite.tools.`name`; returns None without the tools."""
     if find_spec("titanlite.tools") is None:
         return None
     return import_module(f"titanlite.tools.{name}")
 
 
 def require(name: str, purpose: str) -> ModuleType:
-    """The module titanlite.tools.`name`. Raises ConfigError without the tools."""
+    """Imports titanlite.tools.`name`. Raises ConfigError without the tools."""
     module = find(name)
     if module is None:
         raise ConfigError(f"{purpose} needs titanlite/tools, which is not there")
@@ -53,7 +53,7 @@ def require(name: str, purpose: str) -> ModuleType:
 
 
 def adopt_model(config: Config) -> Config:
-    """With `model.flavor = from_checkpoint`: the keys of the model that the run begins with."""
+    """Replaces `model.flavor = from_checkpoint` by the keys of that checkpoint's model."""
     if config.model.flavor != FROM_CHECKPOINT:
         return config
     adopt = require("formats.adopt", f"model.flavor = {FROM_CHECKPOINT}")
@@ -62,9 +62,9 @@ def adopt_model(config: Config) -> Config:
 
 
 def prepared_folders(section: DataConfig, tokenizer: Tokenizer) -> list[Path]:
-    """The folder of each source's prepared data: from the launcher, once per node, or found here.
+    """Returns each source's prepared folder: from the launcher, or found or prepared here.
 
-    Text is prepared. Raises ConfigError with what is missing or damaged.
+    Raises ConfigError with what is missing or damaged.
     """
     if LAUNCHED in os.environ:
         return [Path(folder) for folder in json.loads(os.environ[LAUNCHED])]
@@ -79,7 +79,7 @@ def prepared_folders(section: DataConfig, tokenizer: Tokenizer) -> list[Path]:
 
 
 def frozen_fingerprint(config: Config) -> str:
-    """The fingerprint of the weights that adapters are added to; empty without adapters."""
+    """Computes the fingerprint of the weights under adapters; empty without adapters."""
     path = config.checkpoint.initial_load
     if config.lora.rank == 0 or not path:
         return ""
@@ -97,7 +97,7 @@ def load_initial_weights(
     """Loads the weights that `checkpoint.initial_load` names: another run's, or a file in any
     format that `titanlite convert` reads.
 
-    A resumed run has its weights from its checkpoint, but not those that adapters are added to.
+    A resumed run has its weights from its checkpoint, except for frozen weights under adapters.
     """
     path = config.checkpoint.initial_load
     adapted = config.lora.rank > 0
@@ -115,9 +115,9 @@ def load_initial_weights(
 def compare_with_plan(
     config: Config, llama: LlamaConfig, device: torch.device, row: dict[str, Any]
 ) -> str:
-    """Memory and speed as `titanlite plan` predicts them, beside those of a logged row.
+    """Writes memory and speed as `titanlite plan` predicts them beside those of a logged row.
 
-    Empty on a device that it does not know, and where the batch grows: a plan has one size.
+    The text is empty for a device that the plan does not know, and if the batch size changes.
     """
     check = find("plan.check")
     if config.training.batch_ramp or check is None:
@@ -126,8 +126,8 @@ def compare_with_plan(
 
 
 def write_report(folder: Path) -> None:
-    """Rank 0 writes the report while the others wait: at the first exit, a launcher may end the
-    other processes.
+    """Writes the report on rank 0 while the others wait: when a process exits, a launcher may end
+    the others.
     """
     if dist.get_rank() == 0:
         page = find("report.page")
@@ -137,9 +137,9 @@ def write_report(folder: Path) -> None:
 
 
 def write_export(config: Config, folder: Path, step: int) -> None:
-    """Rank 0 writes the model of a finished run in the format of `checkpoint.export`, if any.
+    """Writes the model of a finished run on rank 0 in the format of `checkpoint.export`, if any.
 
-    The run has ended and its checkpoint is complete: an error is a warning.
+    The run has ended and its checkpoint is complete, so an error is only a warning.
     """
     if config.checkpoint.export == "none" or step < config.training.steps:
         return

@@ -329,7 +329,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         return plans, dataclasses.replace(self.metadata)  # a storage adds its own data
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """What this rank writes."""
+        """Returns the plan of what this rank writes."""
         self._reported = True
         self._locals = {part.name: part.local for part in self._parts}
         excluded: Excluded = new_plan.planner_data

@@ -79,7 +79,7 @@ class SaveError(RuntimeError):
 
 
 class StepWriter(StorageWriter):
-    """Writes one step's folder, with the plans of `planner`."""
+    """Writes one step's folder by the plans of `planner`."""
 
     def __init__(
         self,

@@ -16,11 +16,11 @@ ACCEPTABLE = ("data", *(name for name, key in schema_keys().items() if key.resum
 
 
 def accept_problems(section: CheckpointConfig) -> Iterator[str]:
-    """Names in `checkpoint.accept` that are not allowed there."""
+    """Yields a message for each name in `checkpoint.accept` that is not allowed there."""
     for accepted in section.accepted:
         if accepted in ACCEPTABLE:
             continue
         hint = suggestion(accepted, list(ACCEPTABLE))
-        if accepted.startswith("data.source"):  # as errors name them; `data` stands for them all
+        if accepted.startswith("data.source"):  # an error's name for a source
             hint = "; did you mean data?"
         yield f"checkpoint.accept: {accepted}: expected some of {', '.join(ACCEPTABLE)}{hint}"

@@ -1,7 +1,7 @@
-"""The batch size of each step: which samples a step has if `training.batch_ramp` changes it.
+"""The batch size of each step, which `training.batch_ramp` may change, and so its samples.
 
-What it is: the entries of the ramp as segments, each from a step and a sample on with one batch
-size. The size of a step is a function of the config and of the number of samples used before it.
+What it is: the entries of the ramp as segments. A segment begins at a step and a sample, and has
+one batch size. The size of a step is a function of the config and of the samples used before it.
 `64 from 4e9 tokens` begins with the first step that starts at that number of tokens or later. `64
 by 8 from 4e9 tokens` divides the way there from the size before into equal parts (Megatron-LM's
 `--rampup-batch-size`; GPT-3, arXiv 2005.14165, grew its batch linearly in tokens).
@@ -24,21 +24,21 @@ from titanlite.config.schema import PhaseConfig, TrainingConfig
 from titanlite.runtime.errors import ConfigError
 
 EXAMPLE = "32 from step 101, 64 by 8 from 4e9 tokens"
-MAX_SIZES = 10_000  # of one entry
+MAX_SIZES = 10_000  # per entry
 
 
 class Segment(NamedTuple):
     """Steps with one batch size."""
 
-    step: int  # the first of them; the run's first is 1
+    step: int  # the first step of the segment; the run's first is 1
     sample: int  # the number of samples before it
     size: int  # sequences per step
-    begin: int  # the number of samples before a step from which it has this size; at most `sample`
+    begin: int  # a step after at least so many samples has this size; at most `sample`
 
 
 @functools.lru_cache(maxsize=8)
 def segments(training: TrainingConfig) -> tuple[Segment, ...]:
-    """The segments of a run from its first step on. Raises ConfigError for a ramp that is wrong."""
+    """Computes the segments of a run. Raises ConfigError for a wrong ramp."""
     ramp = [Segment(1, 0, training.global_batch_size, 0)]
     for change in _changes(training):
         begin = ramp[-1]
@@ -53,12 +53,12 @@ def segments(training: TrainingConfig) -> tuple[Segment, ...]:
 
 
 def first_steps(training: TrainingConfig) -> frozenset[int]:
-    """The first step of the run and those in which another batch size begins: they may compile."""
+    """Lists the run's first step and those with which a new batch size begins: they may compile."""
     return frozenset(segment.step for segment in segments(training))
 
 
 def _changes(training: TrainingConfig) -> list[Change]:
-    """The entries of the ramp. Raises ConfigError for those that are wrong."""
+    """Reads the entries of the ramp. Raises ConfigError for wrong ones."""
     key = f"training.batch_ramp = {training.batch_ramp!r}"
     before = training.global_batch_size
     problems = []
@@ -102,7 +102,7 @@ def _append(ramp: list[Segment], change: Change, seq_len: int) -> None:
             step = begin.step + _up((change.step - begin.step) * number, len(sizes))
         else:
             before = begin.sample * seq_len
-            # Times the number of sizes
+            # Multiplied by the number of sizes, to stay an integer
             tokens = before * len(sizes) + (change.tokens - before) * number
             threshold = _up(tokens, len(sizes) * seq_len)
             step = last.step + _up(threshold - last.sample, last.size)
@@ -114,12 +114,12 @@ def _append(ramp: list[Segment], change: Change, seq_len: int) -> None:
 
 
 def _up(number: int, divisor: int) -> int:
-    """The quotient, rounded up."""
+    """Divides and rounds up."""
     return -(-number // divisor)
 
 
 def samples_after(training: TrainingConfig, samples: int, steps: int) -> int:
-    """The number of samples used `steps` steps after the first `samples` of the run."""
+    """Computes the samples used `steps` steps after the run has used `samples`."""
     parts = segments(training)
     first = bisect.bisect_right(parts, samples, key=lambda part: part.begin) - 1
     for part, following in itertools.pairwise(parts[first:]):
@@ -132,24 +132,24 @@ def samples_after(training: TrainingConfig, samples: int, steps: int) -> int:
 
 
 def steps_for(training: TrainingConfig, samples: int) -> int:
-    """The number of steps after which at least `samples` samples have been used."""
+    """Computes the number of steps that use at least `samples` samples."""
     part = [part for part in segments(training) if part.sample < samples or part.step == 1][-1]
     return part.step - 1 + max(0, _up(samples - part.sample, part.size))
 
 
 def steps_for_tokens(training: TrainingConfig, tokens: int) -> int:
-    """The number of steps after which at least `tokens` tokens have been used."""
+    """Computes the number of steps that use at least `tokens` tokens."""
     return steps_for(training, _up(tokens, training.seq_len))
 
 
 def first_sample(phase: PhaseConfig, training: TrainingConfig) -> int:
-    """The number of the first sample with the weights of a phase."""
+    """Computes the number of the first sample with the weights of a phase."""
     by_steps = samples_after(training, 0, max(0, phase.from_step - 1))
     return by_steps if phase.from_step else _up(phase.from_tokens, training.seq_len)
 
 
 def size_problems(training: TrainingConfig, readers: int = 0) -> Iterator[str]:
-    """Mistakes in the ramp, and batch sizes that cannot be divided into local batches.
+    """Yields mistakes in the ramp, and batch sizes that cannot be divided into local batches.
 
     `readers`: the number of data-parallel ranks; 0 if it is not known yet.
     """

@@ -1,10 +1,10 @@
-"""Budgets in tokens and epochs: replaced by numbers of steps, once.
+"""Replaces budgets in tokens and epochs by numbers of steps, once.
 
 What it is: when the config is read, `training.tokens` becomes `training.steps`, and the keys of the
-schedule that count tokens or a part of the run become those that count steps; at the start of a
-run, when the length of the text is known, so do `training.epochs` and `freq_epochs` of validation
-and checkpoints. All are rounded up to whole steps, of the sizes that the steps have with
-`training.batch_ramp`. All other code reads steps only, and a run's config.toml contains steps.
+schedule that count tokens or a part of the run become keys that count steps. `training.epochs` and
+`freq_epochs` of validation and checkpoints follow at the start of a run, when the length of the
+text is known. All are rounded up to whole steps, whose sizes follow `training.batch_ramp`. All
+other code reads steps only, and a run's config.toml contains steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Saved = TypeVar("Saved", CheckpointConfig, ValidationConfig)  # sections with fr
 
 
 def epoch_problems(config: Config) -> Iterator[str]:
-    """Keys that count epochs of data without one length, or of steps without one size."""
+    """Yields keys that count epochs although sources or batch sizes make epochs differ."""
     num_sources = len(config.data.sources)
     for section, name, remedy in (
         ("training", "epochs", "training.tokens or training.steps"),
@@ -52,7 +52,7 @@ def epoch_problems(config: Config) -> Iterator[str]:
 
 
 def in_steps(config: Config) -> Config:
-    """The config with numbers of steps in place of numbers of tokens.
+    """Replaces numbers of tokens in the config by numbers of steps.
 
     Raises ConfigError for wrong milestones.
     """
@@ -73,13 +73,13 @@ def in_steps(config: Config) -> Config:
     if schedule.name == "step":
         schedule = _milestones_in_steps(schedule, training)
     checkpoint = config.checkpoint
-    if checkpoint.freq_epochs:  # which counts, not the default of `freq`
+    if checkpoint.freq_epochs:  # it counts instead of the default of `freq`
         checkpoint = dataclasses.replace(checkpoint, freq=0)
     return dataclasses.replace(config, training=training, schedule=schedule, checkpoint=checkpoint)
 
 
 class HasSources(Protocol):
-    """What `build_samples` returns: the training samples, of one source or several."""
+    """The training samples, as `build_samples` returns them."""
 
     @property
     def rows(self) -> Sequence[Countable]:
@@ -87,16 +87,16 @@ class HasSources(Protocol):
 
 
 class Countable(Protocol):
-    """The rows of a source, of which `count` are an epoch."""
+    """The rows of a source; an epoch has `count` of them."""
 
     @property
     def count(self) -> int: ...
 
 
 def epochs_in_steps(config: Config, samples: HasSources) -> Config:
-    """The config with steps in place of epochs; as it is if no key counts epochs.
+    """Replaces epochs in the config by steps; returns it unchanged if no key counts epochs.
 
-    `samples` are the run's, which have one source if a key counts epochs.
+    `samples` are the run's; they have a single source if a key counts epochs.
     """
     training = config.training
     schedule = config.schedule
@@ -118,13 +118,13 @@ def epochs_in_steps(config: Config, samples: HasSources) -> Config:
 
 
 def _steps_for_epochs(training: TrainingConfig, epochs: float, count: int) -> int:
-    """The number of steps that use so many passes over `count` samples."""
-    # As a decimal fraction: 1.1 * 100 is more than 110 in binary
+    """Computes the number of steps for so many passes over `count` samples."""
+    # Exact decimal arithmetic: in binary, 1.1 * 100 is more than 110
     return steps_for(training, math.ceil(Fraction(str(epochs)) * count))
 
 
 def _freq_in_steps(section: Saved, training: TrainingConfig, count: int) -> Saved:
-    """The section with the number of steps in place of `freq_epochs`, if that is set."""
+    """Replaces `freq_epochs`, if it is set, by a number of steps."""
     if not section.freq_epochs:
         return section
     freq = max(1, _steps_for_epochs(training, section.freq_epochs, count))
@@ -132,13 +132,13 @@ def _freq_in_steps(section: Saved, training: TrainingConfig, count: int) -> Save
 
 
 def _warmup_in_steps(schedule: ScheduleConfig, training: TrainingConfig) -> ScheduleConfig:
-    """The warmup as a number of steps in place of a part of all."""
+    """Replaces `warmup_ratio`, a part of the run, by a number of steps."""
     steps = math.ceil(Fraction(str(schedule.warmup_ratio)) * training.steps)
     return dataclasses.replace(schedule, warmup_steps=steps, warmup_ratio=0.0)
 
 
 def _decay_in_steps(schedule: ScheduleConfig, training: TrainingConfig) -> ScheduleConfig:
-    """The number of last steps that together have at least `decay_tokens` tokens."""
+    """Replaces `decay_tokens` by the number of last steps that have at least so many tokens."""
     decayed_samples = math.ceil(Fraction(schedule.decay_tokens, training.seq_len))
     before = samples_after(training, 0, training.steps) - decayed_samples
     first = steps_for(training, max(0, before))
@@ -150,7 +150,7 @@ def _decay_in_steps(schedule: ScheduleConfig, training: TrainingConfig) -> Sched
 
 
 def _milestones_in_steps(schedule: ScheduleConfig, training: TrainingConfig) -> ScheduleConfig:
-    """The milestones in steps. A number of tokens is the first step that begins with so many."""
+    """Converts milestones to steps: that of N tokens is the first step that begins after them."""
     key = "schedule.milestones"
     entries = milestones(schedule.milestones)
     steps = [entry.step or steps_for_tokens(training, entry.tokens) + 1 for entry in entries]

@@ -1,4 +1,4 @@
-"""Values that change during a run, as text: `16 from step 101, 64 by 8 from 4e9 tokens`.
+"""Reads values that change during a run, as in `16 from step 101, 64 by 8 from 4e9 tokens`.
 
 What it is: the reader of `training.batch_ramp` and `schedule.milestones`.
 Why it is here: such a list is one key with one line, which can also be set on the command line.
@@ -23,13 +23,13 @@ class Change(NamedTuple):
     """A value from some step on."""
 
     value: float
-    increment: float  # the value is reached in parts of this size; 0: at once
+    increment: float  # the value grows in parts of this size; 0: at once
     step: int  # the first step with it, at least 2; 0 if it is given in tokens
     tokens: int  # the number of training tokens before it, more than 0; 0 if it is given as a step
 
 
 def read_changes(key: str, text: str, example: str, increments: bool = False) -> list[Change]:
-    """The entries of the text, which is the value of `key`.
+    """Parses the entries of the text, which is the value of `key`.
 
     Raises ConfigError with every entry that is wrong.
     """
@@ -54,7 +54,7 @@ def read_changes(key: str, text: str, example: str, increments: bool = False) ->
 
 
 def _read_change(entry: str, increments: bool) -> Change | None:
-    """One entry; None if it is none, or has `by` where `increments` are not allowed."""
+    """Parses an entry; None if it is invalid, or has `by` where `increments` are not allowed."""
     match = ENTRY.fullmatch(entry)
     if not match:
         return None
@@ -69,7 +69,7 @@ def _read_change(entry: str, increments: bool) -> Change | None:
 
 @functools.lru_cache(maxsize=8)
 def milestones(text: str) -> tuple[Change, ...]:
-    """The entries of `schedule.milestones`. Cached: it is read in each step."""
+    """Parses `schedule.milestones`. Cached, because each step reads it."""
     return tuple(
         read_changes("schedule.milestones", text, "0.316 from step 8001, 0.1 from 2e9 tokens")
     )

@@ -1,4 +1,4 @@
-"""Names that other trainers use, and what they are called here.
+"""Names that other trainers use, and our names for the same.
 
 What it is: tables of keys, values and layers, by which `mistakes.py` answers a user who types a
 key of DeepSpeed, Megatron-LM, torchtitan, OLMo, GPT-NeoX, nanotron or Hugging Face's Trainer.
@@ -22,7 +22,7 @@ PROJECTIONS = {
     "down_proj": "w2",
     "up_proj": "w3",
 }
-# What it is here -> the names elsewhere, in lower case, with spaces between them
+# Our key -> the names elsewhere, in lower case, with spaces between them
 KEYS = {
     "training.steps": "max_steps train_iters total_steps train_steps num_steps max_train_steps "
     "total_num_steps max_iters num_train_steps train_batches max_duration",
@@ -152,7 +152,7 @@ KEYS = {
     "torchrun's arguments, or NGPU": "num_processes nproc_per_node num_gpus",
 }
 
-# As KEYS, of names whose last word is also one of ours: they count with their section
+# Like KEYS, but with the section: the last word of these names is also one of ours
 FULL_NAMES = {
     "model.flavor, as llama3_8b": "model.name model.type model.model_type model.arch model.size",
 }
@@ -202,13 +202,13 @@ VALUES = {
 
 @functools.cache
 def _by_name() -> dict[str, str]:
-    """Name elsewhere -> what it is here."""
+    """Maps each name elsewhere to our key."""
     tables = {**KEYS, **FULL_NAMES}
     return {name: here for here, names in tables.items() for name in names.split()}
 
 
 def foreign_key(name: str) -> str:
-    """What a key of another trainer is here; empty if the name is in none of the tables.
+    """Finds our key for another trainer's; empty if the name is in none of the tables.
 
     `name` may have a section before it, as in `training.max_steps`, and hyphens.
     """
@@ -218,7 +218,7 @@ def foreign_key(name: str) -> str:
 
 
 def foreign_value(key: str, value: object) -> str:
-    """Our value of a key for another trainer's word; empty if it is in none of the tables."""
+    """Finds our value of a key for another trainer's; empty if it is in none of the tables."""
     word = str(value).lower()
     for ours, words in VALUES.get(key, {}).items():
         if word in words.split():

@@ -18,7 +18,7 @@ USAGE = """usage: titanlite train [CONFIG] [--section.key=value ...]   (in a clo
 
 
 def help_text() -> str:
-    """Every key by section, with its type, default and help."""
+    """Lists every key by section, with its type, default and help."""
     lines = [USAGE.format(flavors=", ".join(flavors()))]
     for section, cls in sections().items():
         lines.append(f"[{section}]  {' '.join((cls.__doc__ or '').split())}")
@@ -32,7 +32,7 @@ def help_text() -> str:
 
 
 def _table_help(name: str, cls: type) -> list[str]:
-    """The keys of an array of tables."""
+    """Lists the keys of an array of tables."""
     lines = [f"      only in a TOML file, as tables [[{name}]] with the keys"]
     for key in keys_of(cls).values():
         kind = "{ name = number }" if key.name == "weights" else _kind(key)
@@ -41,14 +41,14 @@ def _table_help(name: str, cls: type) -> list[str]:
 
 
 def _default(key: Key) -> str:
-    """The value of a key that is not set, in words."""
+    """Describes the value of a key that is not set."""
     if key.default is None:
         return "default the flavor's"
     return f"default {toml_value(key.default)}"
 
 
 def _kind(key: Key) -> str:
-    """The values that a key takes, in short."""
+    """Describes the values that a key takes, in short."""
     if key.choices:
         return "|".join(str(choice) for choice in key.choices)
     if key.is_list_of_strings:

@@ -1,4 +1,4 @@
-"""What the schema declares about each key, as one object: type, default, help, bounds and choices.
+"""The schema's declaration of each key as an object: type, default, help, bounds and choices.
 
 Imports no torch.
 """
@@ -18,15 +18,15 @@ from titanlite.config.schema import sections
 class Key:
     """A key of a section or of an array of tables."""
 
-    name: str  # training.steps, or without the section for a key of a table
+    name: str  # as training.steps; without the section for a key of a table
     # bool, int, float, str, tuple (a pair of numbers; the weights of a phase) or list
     kind: type
-    default: object  # None: absent, as a key of [model] that has the flavor's value
+    default: object  # None: absent, as for keys of [model], which then have the flavor's value
     help: str
     min: float | None
     max: float | None
     choices: tuple[object, ...]
-    items: type | None  # of a list: str, or the dataclass of its tables
+    items: type | None  # for a list: str, or the dataclass of its tables
     resume: str = "any"  # whether a resumed run may have another value: see `schema.Resume`
 
     @property
@@ -35,14 +35,14 @@ class Key:
 
     @property
     def words(self) -> tuple[object, ...]:
-        """The values of a key that can be given without a value, as `--compile.loss`."""
+        """The allowed words of a key that may stand without a value, as in `--compile.loss`."""
         if "true" in self.choices:
             return self.choices
         return ("true", "false") if self.kind is bool else ()
 
 
 def keys_of(cls: type, prefix: str = "") -> dict[str, Key]:
-    """The keys that a dataclass of the schema declares, by name."""
+    """Reads the keys that a dataclass of the schema declares, by name."""
     hints = get_type_hints(cls)
     keys = {}
     for field in dataclasses.fields(cls):
@@ -60,7 +60,7 @@ def keys_of(cls: type, prefix: str = "") -> dict[str, Key]:
 
 @functools.cache
 def schema_keys() -> dict[str, Key]:
-    """All keys by name, in the order of `--help`."""
+    """Returns all keys by name, in the order of `--help`."""
     keys: dict[str, Key] = {}
     for section, cls in sections().items():
         keys |= keys_of(cls, f"{section}.")
@@ -68,11 +68,11 @@ def schema_keys() -> dict[str, Key]:
 
 
 def all_keys() -> list[str]:
-    """The names of all keys, in the order of `--help`."""
+    """Lists the names of all keys, in the order of `--help`."""
     return list(schema_keys())
 
 
 def setting(config: Any, name: str) -> Any:
-    """The value of a key, as `training.steps`, in a config."""
+    """Returns the value of a key such as `training.steps` in a config."""
     section, _, entry = name.partition(".")
     return getattr(getattr(config, section), entry)

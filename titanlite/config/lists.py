@@ -1,7 +1,7 @@
-"""Lists: arrays of tables, as `[[data.sources]]`, and lists of strings, as `validation.prompts`.
+"""Reads lists: arrays of tables (`[[data.sources]]`) and of strings (`validation.prompts`).
 
-What it is: the reader of a key whose value is a list, of tables that are dataclasses or of strings,
-and the checks of the sources and phases together. Imports no torch.
+What it is: the reader of a key whose value is a list of strings, or of tables that become
+dataclasses; and the checks of sources and phases together. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ NAME = re.compile(r"[\w.-]+")
 
 
 def read_list(value: Any, key: Key) -> tuple[tuple[object, ...], list[Mistake]]:
-    """The items of a list, strings or objects of the type `key.items`, and what is wrong."""
+    """Reads the items of a list, as strings or objects of `key.items`; also returns mistakes."""
     if key.is_list_of_strings:
         return _read_strings(value, key)
     return _read_tables(value, key)
 
 
 def _read_strings(value: object, key: Key) -> tuple[tuple[object, ...], list[Mistake]]:
-    """A list of strings, each once if they are names to choose from."""
+    """Reads a list of strings; removes repetitions if they are names to choose from."""
     section, _, entry = key.name.partition(".")
     if isinstance(value, str):
         value = _parse_strings(value, key)
@@ -55,12 +55,12 @@ def _read_strings(value: object, key: Key) -> tuple[tuple[object, ...], list[Mis
             message = f"{key.name}[{number}] = {_shown(text)}: expected {expected}{hint}"
             mistakes.append(Mistake(section, entry, message))
     if key.choices and not mistakes:
-        value = list(dict.fromkeys(value))  # without those that are there twice
+        value = list(dict.fromkeys(value))  # without repetitions
     return tuple(value), mistakes
 
 
 def _parse_strings(text: str, key: Key) -> object:
-    """A list on the command line: a JSON array, or text without brackets and quotes.
+    """Parses a list on the command line: a JSON array, or text without brackets and quotes.
 
     Such a text is one string, or names with commas if the key has choices.
     """
@@ -76,7 +76,7 @@ def _parse_strings(text: str, key: Key) -> object:
 
 
 def _read_tables(tables: list[object], key: Key) -> tuple[tuple[object, ...], list[Mistake]]:
-    """The tables as objects of the dataclass `key.items`."""
+    """Builds an object of the dataclass `key.items` for each table."""
     assert key.items is not None
     objects = []
     mistakes: list[Mistake] = []
@@ -95,7 +95,7 @@ def _read_tables(tables: list[object], key: Key) -> tuple[tuple[object, ...], li
 def _read_table(
     table: dict[str, object], header: str, key: Key
 ) -> tuple[dict[str, object], list[Mistake]]:
-    """The values of one table; `header`: its name in messages."""
+    """Reads the values of one table; `header`: its name in messages."""
     assert key.items is not None
     keys = keys_of(key.items)
     values: dict[str, object] = {}
@@ -117,7 +117,7 @@ def _read_table(
 
 
 def _read_weights(header: str, table: object) -> tuple[tuple[tuple[str, float], ...], list[str]]:
-    """{ name = weight, ... } as pairs, and the problems."""
+    """Reads { name = weight, ... } as pairs, and lists the problems."""
     if not isinstance(table, dict):
         example = "expected a table, as in { code = 0.2, web = 0.8 }"
         return (), [f"{header}.weights = {_shown(table)}: {example}"]
@@ -145,7 +145,7 @@ def _shown(value: object) -> str:
 def resolve_sources(
     sources: tuple[SourceConfig, ...], absolute: Callable[[str], str]
 ) -> tuple[SourceConfig, ...]:
-    """The sources with absolute paths and names.
+    """Gives each source an absolute path and a name.
 
     The default name is the last part of the path without its endings.
     """
@@ -160,7 +160,7 @@ def resolve_sources(
 
 
 def data_problems(data: DataConfig, training: TrainingConfig) -> Iterator[str]:
-    """What is wrong with the sources and phases of a config, whose sources are resolved."""
+    """Yields what is wrong with the sources and phases of a config; its sources are resolved."""
     names = [source.name for source in data.sources]
     yield from _source_problems(data)
     if data.sources and not any(source.weight for source in data.sources):
@@ -169,7 +169,7 @@ def data_problems(data: DataConfig, training: TrainingConfig) -> Iterator[str]:
         yield "data.phases: expected at least two [[data.sources]], whose weights they change"
         return
     starts: list[int] = []
-    with contextlib.suppress(ConfigError):  # of a wrong batch_ramp, which `size_problems` reports
+    with contextlib.suppress(ConfigError):  # `size_problems` reports a wrong batch_ramp
         starts = [first_sample(phase, training) for phase in data.phases]
     for number, (start, following) in enumerate(itertools.pairwise(starts), 1):
         if following <= start:

@@ -1,4 +1,4 @@
-"""Defaults < base files < TOML file < command line -> one frozen `Config`.
+"""Merges defaults < base files < TOML file < command line into one frozen `Config`.
 
 What it is: the strict reader of configuration. Each file and the command line is read into a layer;
 the layers are merged into one value for each key, and the values become a `Config`. Unknown keys,
@@ -40,7 +40,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# Keys that are gone: the reason, and the values with which they did nothing. With these they are
+# Removed keys: the reason, and the values with which they had no effect. With these values they are
 # accepted, so that the config.toml of older runs can be read
 PREFERENCES = "preferences are trained with TRL, which loads what `titanlite convert` writes"
 SCORES = "`titanlite evaluate` scores answers after the run"
@@ -51,12 +51,12 @@ REMOVED: dict[str, tuple[str, tuple[object, ...]]] = {
     "validation.answer_tokens": (SCORES, (32, "32")),
     "validation.answer_end": (SCORES, ("",)),
 }
-# Keys that have become others: `replace_aliases`
+# Renamed keys: see `replace_aliases`
 ALIASES = {
     "run.sample_prompt": "validation.prompts",
     "run.sample_tokens": "validation.prompt_tokens",
 }
-# With these values older configs say that a key has the flavor's value; now it is absent then
+# In older configs these values mean the flavor's value; now the key is absent instead
 ABSENT: dict[str, object] = {
     "model.dim": 0,
     "model.num_layers": 0,
@@ -78,7 +78,7 @@ ABSENT: dict[str, object] = {
 }
 FILE_KEYS = ("data.path", "data.tokenizer", "data.cache", "checkpoint.initial_load")
 # Keys that exclude each other. The value of a base file is dropped if a later file or the command
-# line sets another one
+# line sets another key of the group
 ALTERNATIVES = (
     ("training.steps", "training.tokens", "training.epochs"),
     ("schedule.warmup_steps", "schedule.warmup_tokens", "schedule.warmup_ratio"),
@@ -88,15 +88,15 @@ ALTERNATIVES = (
     ("checkpoint.freq", "checkpoint.freq_epochs"),
     ("validation.freq", "validation.freq_epochs"),
 )
-# Of these, keys that are chosen by 0 or an empty value too: everywhere, and on the command line
-# only, because the config.toml of a run has them beside the alternative that counts
+# Alternatives that count as set even with 0 or an empty value: in every layer, or only on the
+# command line (a run's config.toml has them beside the alternative that counts)
 CHOSEN_BY_ZERO = ("schedule.warmup_steps",)
 CHOSEN_BY_ZERO_IN_COMMAND = ("schedule.decay_fraction", "checkpoint.freq", "validation.freq")
-MOST_PROBLEMS = 5000  # of a command line, that are reported
+MOST_PROBLEMS = 5000  # reported problems of a command line
 
 
 def program_folder() -> Path:
-    """The folder of train.py and train_configs/: beside the package; inside it in a wheel."""
+    """Returns the folder of train.py and train_configs/: beside the package; in a wheel, in it."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "program"
     return inside if inside.is_dir() else package.parent
@@ -106,7 +106,7 @@ CONFIGS = program_folder() / "train_configs"
 
 
 def flavors(configs: Path = CONFIGS) -> list[str]:
-    """The names of the configs in train_configs/."""
+    """Lists the names of the configs in train_configs/."""
     return sorted(path.stem for path in configs.glob("*.toml"))
 
 
@@ -115,18 +115,18 @@ class Option:
     """`--name=text` on the command line."""
 
     name: str
-    text: str | None  # None: without a value, although the key needs one
+    text: str | None  # None: the value is missing
 
 
 @dataclass
 class Layer:
-    """What one file, or the command line, sets."""
+    """The values that one file, or the command line, sets."""
 
     origin: str  # the path of the file; empty for the command line
     values: dict[str, object] = field(default_factory=dict)
 
     def chooses(self, name: str) -> bool:
-        """Whether the layer decides for this key among `ALTERNATIVES`."""
+        """Whether the layer chooses this key among its `ALTERNATIVES`."""
         if name not in self.values:
             return False
         if name in CHOSEN_BY_ZERO or (not self.origin and name in CHOSEN_BY_ZERO_IN_COMMAND):
@@ -135,7 +135,7 @@ class Layer:
 
 
 def load_config(argv: list[str], configs: Path = CONFIGS) -> Config:
-    """The configuration that `[CONFIG] [--section.key=value ...]` describes.
+    """Loads the configuration that `[CONFIG] [--section.key=value ...]` describes.
 
     Raises ConfigError with every problem in the file, its bases and the command line at once.
     """
@@ -167,7 +167,7 @@ def load_config(argv: list[str], configs: Path = CONFIGS) -> Config:
 
 
 def split_command_line(argv: list[str]) -> tuple[list[str], list[Option]]:
-    """Positional arguments and options."""
+    """Splits a command line into positional arguments and options."""
     names: list[str] = []
     options: list[Option] = []
     remaining = list(reversed(argv))
@@ -183,7 +183,7 @@ def split_command_line(argv: list[str]) -> tuple[list[str], list[Option]]:
         key = find_key(name)
         words = key.words if key else ()
         following = remaining[-1] if remaining else "--"
-        # A switch takes the next word only if that is a value of it: it may be the config
+        # A switch takes the next word only if it is one of its values: it may be the config instead
         if not following.startswith("--") and (not words or following.lower() in words):
             options.append(Option(name, remaining.pop()))
         else:
@@ -192,7 +192,7 @@ def split_command_line(argv: list[str]) -> tuple[list[str], list[Option]]:
 
 
 def find_config(name: str, configs: Path, problems: list[str]) -> Path | None:
-    """The file of a CONFIG argument: a path, or a flavor in train_configs/."""
+    """Finds the file of a CONFIG argument: a path, or a flavor in train_configs/."""
     for candidate in (Path(name), configs / f"{name}.toml"):
         with contextlib.suppress(OSError):  # for example, a name too long for the file system
             if candidate.is_file():
@@ -202,9 +202,9 @@ def find_config(name: str, configs: Path, problems: list[str]) -> Path | None:
 
 
 def read_files(path: Path, problems: list[str], derived: tuple[Path, ...] = ()) -> list[Layer]:
-    """The layers of a TOML file's bases and its own, in this order.
+    """Reads the layers of a TOML file's bases and its own, in this order.
 
-    `derived`: the files of which it is a base.
+    `derived`: the files that have this one as a base.
     """
     path = path.resolve()
     if path in derived:
@@ -215,7 +215,7 @@ def read_files(path: Path, problems: list[str], derived: tuple[Path, ...] = ()) 
         text = read_bounded(path).decode("utf-8-sig")
         table = tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        # Not readable, not UTF-8 or TOML, or numbers and nesting without end
+        # Not readable, not UTF-8, not TOML, or too long numbers or too deep nesting
         problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
         return []
 
@@ -249,7 +249,7 @@ def read_files(path: Path, problems: list[str], derived: tuple[Path, ...] = ()) 
 
 
 def read_options(options: list[Option], problems: list[str]) -> Layer:
-    """The layer of the command line."""
+    """Reads the layer of the command line."""
     layer = Layer("")
     for option in options:
         key = find_key(option.name)
@@ -262,7 +262,7 @@ def read_options(options: list[Option], problems: list[str]) -> Layer:
             for mistake in set_value(option.name, value, layer):
                 prefix = "" if key else f"--{option.name}: "
                 problems.append(prefix + mistake.message)
-        # Nobody reads more, and a command line may have a million
+        # Stop here: nobody reads more, and a command line may have a million
         if len(problems) > MOST_PROBLEMS:
             unread = "and perhaps more: the rest was not read"
             raise ConfigError([*problems[:MOST_PROBLEMS], unread])
@@ -270,10 +270,10 @@ def read_options(options: list[Option], problems: list[str]) -> Layer:
 
 
 def find_key(name: str) -> Key | None:
-    """What is declared about a key, also if it is an old one that has become another."""
-    if name == "run.sample_tokens":  # 0 stands for no sample
+    """Finds the declaration of a key, or of a renamed key under its old name."""
+    if name == "run.sample_tokens":  # 0 was allowed: no sample
         return dataclasses.replace(schema_keys()[ALIASES[name]], name=name, min=0, max=None)
-    if name == "run.sample_prompt":  # one prompt, no list
+    if name == "run.sample_prompt":  # one prompt, not a list
         return dataclasses.replace(schema_keys()[ALIASES[name]], name=name, kind=str, items=None)
     return schema_keys().get(name)
 
@@ -293,12 +293,12 @@ def set_value(name: str, value: object, layer: Layer) -> list[Mistake]:
         layer.values[name] = None
         return []
     if name in ABSENT and key.kind is bool and value in ("true", "false"):
-        value = value == "true"  # which was a string
+        value = value == "true"  # it was a string
     if key.is_list_of_strings or (key.kind is list and isinstance(value, list)):
         layer.values[name], mistakes = read_list(value, key)
         return mistakes
     if isinstance(value, bool) and "true" in key.choices:
-        value = str(value).lower()  # TOML's true and false, of a key that also allows auto
+        value = str(value).lower()  # TOML's true and false, for a key that also allows auto
     layer.values[name], expected = convert(value, key)
     if not expected:
         return []
@@ -306,12 +306,12 @@ def set_value(name: str, value: object, layer: Layer) -> list[Mistake]:
 
 
 def _is_same(value: object, other: object) -> bool:
-    """Whether two values of TOML are equal; 0 and 0.0 are, false and 0 are not."""
+    """Whether two TOML values are equal: 0 and 0.0 are, false and 0 are not."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def merge(layers: list[Layer], problems: list[str]) -> dict[str, Any]:
-    """One value for each key that a layer sets: that of the last layer."""
+    """Merges layers: each key gets the value of the last layer that sets it."""
     values: dict[str, Any] = {}
     for layer in layers:
         prefix = f"{layer.origin}: " if layer.origin else ""
@@ -327,10 +327,10 @@ def merge(layers: list[Layer], problems: list[str]) -> dict[str, Any]:
 
 
 def replace_aliases(layer: Layer) -> None:
-    """Replaces the old keys of a layer, whose values are valid, by what they have become.
+    """Replaces the renamed keys of a layer, whose values are valid, by the new ones.
 
-    The sample at the end of a run is a prompt of validation now; 0 tokens were no sample. Prompts
-    in the same layer count more: the config.toml of an older run has old and new keys.
+    The sample at the end of a run has become a prompt of validation; 0 tokens meant no sample.
+    Prompts in the same layer win: the config.toml of an older run has old and new keys.
     """
     values = layer.values
     tokens = values.pop("run.sample_tokens", None)
@@ -349,7 +349,7 @@ def replace_aliases(layer: Layer) -> None:
 
 
 def build(values: dict[str, Any]) -> Config:
-    """The config with these values, files as absolute paths, and defaults for the other keys."""
+    """Builds the config from these values and the defaults; paths become absolute."""
     for name in FILE_KEYS:
         values[name] = absolute(values.get(name, ""))
     if "data.sources" in values:
@@ -362,14 +362,14 @@ def build(values: dict[str, Any]) -> Config:
 
 
 def absolute(path: str) -> str:
-    """The absolute path, so that the resolved config can be used from any folder."""
+    """Makes a path absolute, so that the resolved config can be used from any folder."""
     if path in ("", "python-stdlib") or path.startswith("hf:"):
         return path
     return str(Path(path).absolute())
 
 
 def contradictions(config: Config) -> list[str]:
-    """Problems of several keys together, or of a value beyond its declaration."""
+    """Lists the problems of keys together, and of values that a declaration cannot express."""
     problems = list(size_problems(config.training))
     freq = config.profiling.freq
     traced = config.profiling.warmup_steps + config.profiling.active_steps

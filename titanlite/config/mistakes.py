@@ -1,4 +1,4 @@
-"""Messages about mistakes: which word was probably meant, and the line of a key in a config file.
+"""Messages about mistakes: the word that was probably meant, and the line in a config file.
 
 Imports no torch.
 """
@@ -16,10 +16,9 @@ from titanlite.config.schema import sections
 
 
 def suggestion(word: str, allowed: list[str], cutoff: float = 0.65) -> str:
-    """`; did you mean X?` for the most similar allowed words, "" if none is similar.
+    """Writes `; did you mean X?` with the most similar allowed words; "" if none is similar.
 
-    `cutoff`: the similarity required, from 0 to 1 for the same word. Letters of either case are
-    the same.
+    `cutoff`: the required similarity, from 0 to 1 (the same word). Case is ignored.
     """
     best = _most_similar(word[:199], tuple(allowed), cutoff)
     return f"; did you mean {' or '.join(best)}?" if best else ""
@@ -27,7 +26,7 @@ def suggestion(word: str, allowed: list[str], cutoff: float = 0.65) -> str:
 
 @functools.lru_cache(maxsize=1000)  # a command line may have the same mistake thousands of times
 def _most_similar(word: str, allowed: tuple[str, ...], cutoff: float) -> list[str]:
-    """`word` has less than 200 letters: SequenceMatcher treats longer ones differently."""
+    """Finds similar words for one of less than 200 letters (more change SequenceMatcher)."""
     word = word.lower()
     lower = [name.lower() for name in allowed]
     similarity = {}
@@ -40,7 +39,7 @@ def _most_similar(word: str, allowed: tuple[str, ...], cutoff: float) -> list[st
 
 
 def where(path: Path, text: str, section: str, name: str) -> str:
-    """`file:line` of a key, or of its section's header if `name` is empty or not in the section.
+    """Finds `file:line` of a key; of its section's header if `name` is empty or not in it.
 
     The second table of an array is the section `data.sources[2]`.
     """
@@ -68,14 +67,14 @@ def where(path: Path, text: str, section: str, name: str) -> str:
 
 
 def unknown_config(name: str, flavors: list[str]) -> str:
-    """The message for a CONFIG argument that is neither a file nor one of the flavors."""
+    """Writes the message for a CONFIG argument that is neither a file nor one of the flavors."""
     hint = suggestion(name, flavors)
     problem = f"config {name!r}: no such file, and no such flavor in train_configs/{hint}"
     return f"{problem}; allowed: a path or one of {', '.join(flavors)}"
 
 
 def wrong_value(name: str, value: object, expected: str, choices: tuple[object, ...]) -> str:
-    """The message for the value of a key that is not as `expected`, with the nearest choice."""
+    """Writes the message for a value that is not as `expected`, with the nearest choice."""
     hint = ""
     ours = foreign_value(name, value)
     if ours:
@@ -87,29 +86,29 @@ def wrong_value(name: str, value: object, expected: str, choices: tuple[object, 
 
 
 def _with_part(word: str, names: list[str]) -> str:
-    """`; did you mean X?` for the names of which the word is a part, as 8B of llama3_8b."""
+    """Writes `; did you mean X?` with the names that contain the word, as llama3_8b for 8B."""
     part = f"_{word[:199].lower().replace('-', '_')}_"
     having = [name for name in names if part in f"_{name.lower()}_"]
     return f"; did you mean {' or '.join(having)}?" if having else ""
 
 
 def unknown_section(name: str) -> str:
-    """The message for a section of a file that does not exist."""
-    here = foreign_key(name)
-    hint = f"; here that is {here}" if here else suggestion(name, list(sections()))
+    """Writes the message for a section that does not exist."""
+    our_name = foreign_key(name)
+    hint = f"; here that is {our_name}" if our_name else suggestion(name, list(sections()))
     return f"unknown section [{name}]{hint}"
 
 
 def unknown_key(name: str, keys: list[str]) -> str:
-    """The message for a key that is not one of `keys`, with the one that was probably meant."""
-    here = foreign_key(name)
-    if here and name not in sections():
-        return f"unknown key {name}; here that is {here}"
+    """Writes the message for a key that is not one of `keys`, with the probable one."""
+    our_name = foreign_key(name)
+    if our_name and name not in sections():
+        return f"unknown key {name}; here that is {our_name}"
     return f"unknown key {name}{_probable_key(name, keys)}"
 
 
 def _probable_key(name: str, keys: list[str]) -> str:
-    """Which key was probably meant; empty if none is similar."""
+    """Writes which key was probably meant; empty if none is similar."""
     section, _, entry = name.partition(".")
     if name in sections():
         in_section = ", ".join(key for key in keys if key.startswith(name))
@@ -118,7 +117,7 @@ def _probable_key(name: str, keys: list[str]) -> str:
         return "; titanlite train --help, or ./run_train.sh --help, lists all keys"
     same_name = [key for key in keys if key.partition(".")[2] == (entry or section)]
     if not same_name:
-        # More than usual: keys of one section have its name in common
+        # A higher cutoff, because keys of one section share its name
         return suggestion(name, keys, 0.8)
     hint = ""
     if entry and section not in sections():  # the section may be mistyped

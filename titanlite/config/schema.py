@@ -20,14 +20,14 @@ PP_SCHEDULES |= dict.fromkeys(
     ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"), 2
 )
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage are on the same rank
-# Gradients of weights and of inputs in two calls
+# These compute the gradients of weights and of inputs in two calls
 SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
 FROM_CHECKPOINT = "from_checkpoint"  # a flavor: the model of checkpoint.initial_load
 WIDE = 256  # from this width on, bfloat16 and compiling pay off on a CPU (benchmarks/levers.py)
 
 
-# In a resumed run a key may have any value; the same one as in the checkpoint, unless
-# checkpoint.accept names the key; or it is fixed
+# A key's value in a resumed run: "any" value; the "same" as in the checkpoint, unless
+# checkpoint.accept names the key; or "fixed" to the checkpoint's
 Resume: TypeAlias = Literal["any", "same", "fixed"]
 
 
@@ -41,10 +41,10 @@ def key(
     items: type | None = None,
     resume: Resume = "any",
 ) -> Any:
-    """A config key: default, help and allowed values; bounds are inclusive.
+    """Declares a config key: default, help and allowed values; bounds are inclusive.
 
-    `items`: of a list, str or the dataclass of its tables. `resume`: whether a resumed run may have
-    another value than its checkpoint.
+    `items`: for a list, str or the dataclass of its tables. `resume`: whether a resumed run may
+    change the value.
     """
     metadata = {"help": help, "min": min, "max": max, "choices": choices, "items": items}
     return field(default=default, metadata=metadata | {"resume": resume})
@@ -222,7 +222,7 @@ class DataConfig:
     )
 
     def all_sources(self) -> list[SourceConfig]:
-        """The sources with the defaults of this section; without `sources` the one at `path`."""
+        """Lists the sources with this section's defaults; without `sources`, the one at `path`."""
         sources = self.sources or (SourceConfig(self.path),)
         replace = dataclasses.replace
         return [
@@ -231,7 +231,7 @@ class DataConfig:
         ]
 
     def parts(self) -> list[DataConfig]:
-        """For each source a section with it alone, and its path, pattern and field."""
+        """Makes a section for each source alone, with its path, pattern and field."""
         alone = dataclasses.replace(self, phases=())
         sources = self.all_sources()
         replace = dataclasses.replace
@@ -298,7 +298,7 @@ class TrainingConfig:
 
     @property
     def frozen_patterns(self) -> list[str]:
-        """The patterns in `frozen`."""
+        """Lists the patterns in `frozen`."""
         return self.frozen.replace(",", " ").split()
 
 
@@ -503,7 +503,7 @@ class ParallelConfig:
 
     @property
     def stage_starts(self) -> list[str]:
-        """The names in `pp_split`."""
+        """Lists the names in `pp_split`."""
         return self.pp_split.replace(",", " ").split()
 
 
@@ -566,7 +566,7 @@ class Float8Config:
 
     @property
     def skipped(self) -> list[str]:
-        """The names in `skip`."""
+        """Lists the names in `skip`."""
         return self.skip.replace(",", " ").split()
 
 
@@ -599,17 +599,17 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """The factor of an adapter."""
+        """The factor by which an adapter's output is multiplied."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
     @property
     def drops(self) -> bool:
-        """Whether there are adapters, and they have dropout."""
+        """Whether there are adapters with dropout."""
         return self.rank > 0 and self.dropout > 0
 
     @property
     def target_names(self) -> list[str]:
-        """The names in `targets`."""
+        """Lists the names in `targets`."""
         return self.targets.replace(",", " ").split()
 
     def adapts_layer(self, number: int) -> bool:
@@ -715,7 +715,7 @@ class CheckpointConfig:
 
     @property
     def accepted(self) -> list[str]:
-        """The keys in `accept`."""
+        """Lists the keys in `accept`."""
         return self.accept.replace(",", " ").split()
 
 
@@ -808,13 +808,13 @@ class CommConfig:
 
     @property
     def group_timeout_seconds(self) -> int:
-        """Time-out of a collective: after the watchdog's, which names the rank that blocks."""
+        """Time-out of a collective: later than the watchdog's, which names the blocking rank."""
         return self.timeout_seconds + 10
 
 
 @dataclass(frozen=True)
 class DebugConfig:
-    """Finding out why two runs differ."""
+    """Settings that help to find out why two runs differ."""
 
     deterministic: bool = key(
         False, "two runs of a layout on the same devices are equal, bit for bit; slower on GPUs"
@@ -849,7 +849,7 @@ class Config:
 
 
 def portable(config: Config) -> str:
-    """The settings that must be the same on every node: all but the paths of files."""
+    """Writes the settings that must be the same on every node: all but paths of files."""
     sources = tuple(
         SourceConfig(name=source.name, weight=source.weight) for source in config.data.sources
     )
@@ -862,5 +862,5 @@ def portable(config: Config) -> str:
 
 @functools.cache
 def sections() -> dict[str, type]:
-    """Section name -> its dataclass, in the order of `--help`."""
+    """Maps each section to its dataclass, in the order of `--help`."""
     return {f.name: type(f.default) for f in dataclasses.fields(Config)}

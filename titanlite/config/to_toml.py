@@ -1,4 +1,4 @@
-"""A `Config` as TOML, as in the file in each run folder: the inverse of `load.py`.
+"""Writes a `Config` as TOML, for the file in each run folder: the inverse of `load.py`.
 
 Imports no torch.
 """
@@ -13,7 +13,7 @@ from titanlite.config.schema import Config, sections
 
 
 def toml_value(value: object) -> str:
-    """A value in TOML; JSON writes strings, numbers and lists the same way."""
+    """Writes a value in TOML; strings, numbers and lists look as in JSON."""
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):  # (name, value) pairs
         pairs = [f"{toml_value(name)} = {toml_value(entry)}" for name, entry in value]
         return "{ " + ", ".join(pairs) + " }"
@@ -22,7 +22,7 @@ def toml_value(value: object) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """The resolved configuration as TOML, which `load_config` reads back to the same `Config`."""
+    """Writes the resolved config as TOML, which `load_config` reads back to the same `Config`."""
     blocks: list[str] = []
     for name in sections():
         blocks += _blocks(name, getattr(config, name))
@@ -30,14 +30,14 @@ def to_toml(config: Config) -> str:
 
 
 def _blocks(name: str, section: Any) -> list[str]:
-    """A section, and after it its arrays of tables."""
+    """Writes a section, and after it its arrays of tables."""
     lines = [f"[{name}]\n"]
     tables: list[str] = []
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if value is None:  # absent
             continue
-        # Not known until the data is
+        # With epochs, the number of steps is unknown until the data is read
         if (name, field.name) == ("training", "steps") and section.epochs:
             continue
         if (name, field.name) == ("schedule", "warmup_steps") and section.warmup_ratio:

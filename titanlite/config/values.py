@@ -1,4 +1,4 @@
-"""One value of a config: whether it is of its key's type, within its bounds and among its choices.
+"""Checks a config value against its key's type, bounds and choices.
 
 What it is: `convert` checks a value as TOML or JSON has it, `parse` reads the text of the command
 line. Nothing is raised: a mistake is returned, so that all are reported together. Imports no torch.
@@ -24,16 +24,16 @@ TYPE_NAMES = {
     list: "a list of tables, which only a TOML file can contain",
 }
 INTEGER = re.compile(r"\s*[+-]?[\d_]+\s*")
-SURROGATE = re.compile("[\ud800-\udfff]")  # from bytes that are not UTF-8
+SURROGATE = re.compile("[\ud800-\udfff]")  # bytes that are not UTF-8 become these
 LARGEST = 1 << 63  # TOML's integers have 64 bits
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """What is wrong with a value, and the key at whose line it is reported."""
+    """A mistake in a value, and the key at whose line it is reported."""
 
-    section: str  # or a table of an array, as data.sources[2]
-    key: str  # in it; empty: the header
+    section: str  # a section, or a table of an array, as data.sources[2]
+    key: str  # a key in the section; empty: the header
     message: str
 
 
@@ -41,11 +41,11 @@ class Converted(NamedTuple):
     """A value in the type of its key, or the unchanged value and what was expected."""
 
     value: object
-    expected: str  # empty: the value is right
+    expected: str  # empty: the value is valid
 
 
 def convert(value: object, key: Key) -> Converted:
-    """Checks a value. An integer becomes a float, and a list of two a tuple, if the key is one."""
+    """Checks a value; converts an integer to a float and a list of two to a tuple as needed."""
     expected = expected_type(key)
     if key.kind is tuple:
         return _convert_pair(value, key)
@@ -56,16 +56,16 @@ def convert(value: object, key: Key) -> Converted:
     if key.choices and value not in key.choices:
         return Converted(value, expected)
     if isinstance(value, (int, float)):
-        wanted = _out_of_bounds(value, key)
-        if wanted:
-            return Converted(value, wanted)
+        allowed = _out_of_bounds(value, key)
+        if allowed:
+            return Converted(value, allowed)
     if key.kind is float and isinstance(value, (int, float)):
         return Converted(float(value), "")
     return Converted(value, "")
 
 
 def expected_type(key: Key) -> str:
-    """The choices or the type of a key, in words."""
+    """Describes the choices or the type of a key."""
     if key.is_list_of_strings:
         return "a list of strings"
     if key.choices:
@@ -74,21 +74,21 @@ def expected_type(key: Key) -> str:
 
 
 def _convert_pair(value: object, key: Key) -> Converted:
-    """A list of two numbers as a tuple."""
+    """Converts a list of two numbers to a tuple."""
     is_pair = isinstance(value, list) and len(value) == 2
     if not isinstance(value, list) or not is_pair:
         return Converted(value, TYPE_NAMES[tuple])
     if not all(_has_type(number, float) for number in value):
         return Converted(value, TYPE_NAMES[tuple])
     for number in value:
-        wanted = _out_of_bounds(number, key)
-        if wanted:
-            return Converted(value, wanted)
+        allowed = _out_of_bounds(number, key)
+        if allowed:
+            return Converted(value, allowed)
     return Converted(tuple(float(number) for number in value), "")
 
 
 def _has_type(value: object, declared: type) -> bool:
-    if isinstance(value, bool):  # which is an int in Python
+    if isinstance(value, bool):  # a bool is an int in Python
         return declared is bool
     if declared is float:
         return isinstance(value, (int, float))
@@ -96,10 +96,10 @@ def _has_type(value: object, declared: type) -> bool:
 
 
 def _out_of_bounds(number: float, key: Key) -> str:
-    """What is expected instead of a number out of bounds; empty if it is within them."""
+    """Describes what is expected instead of a number out of bounds; empty if it is within them."""
     low = key.min
     high = key.max
-    # NaN is neither more nor less than a bound
+    # `not >=` instead of `<`: NaN must fail both comparisons
     too_low = low is not None and not number >= low
     too_high = high is not None and not number <= high
     if too_low or too_high:
@@ -117,12 +117,12 @@ def _out_of_bounds(number: float, key: Key) -> str:
 
 
 def parse(text: str, key: Key) -> object:
-    """The value that a text on the command line stands for; the text itself if it has no value."""
+    """Parses a text on the command line; returns the text itself if the key's type does not fit."""
     if key.kind is list:
         return text  # `lists.py` reads it
     if key.kind is str:
         return text.lower() if text.lower() in key.words else text
-    with contextlib.suppress(ValueError, RecursionError):  # `convert` then refuses the text
+    with contextlib.suppress(ValueError, RecursionError):  # `convert` then rejects the text
         if key.kind is int or key.kind is float:
             return int(text) if INTEGER.fullmatch(text) else float(text)
         value: object = json.loads(text.lower())

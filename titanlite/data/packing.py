@@ -40,7 +40,7 @@ class PackedRows:
         lengths = np.diff(starts, append=len(tokens))
 
         # Long documents: their full windows are rows
-        windows = (lengths - 1) // seq_len  # of each document
+        windows = (lengths - 1) // seq_len  # per document
         long = np.flatnonzero(windows)
         self.long_starts = starts[long]
         self.window_ends = np.cumsum(windows[long])

@@ -96,7 +96,7 @@ class LlamaConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Exact count; tied embeddings count once."""
+        """The exact number of parameters; tied embeddings count once."""
         block = sum(math.prod(shape) for shape in block_shapes(self).values())
         embeddings = self.vocab_size * self.dim
         if not self.tied_embeddings:
@@ -104,7 +104,7 @@ class LlamaConfig:
         return embeddings + self.num_layers * block + self.dim
 
     def to_json(self) -> str:
-        """The text of a model.json, which `shape_file.py` reads."""
+        """Writes the text of a model.json, which `shape_file.py` reads."""
         return json.dumps(asdict(self), indent=1)
 
 
@@ -131,7 +131,7 @@ def layer_numbers(text: str, num_layers: int) -> list[int]:
 
 
 def layer_ranges(numbers: Sequence[int], num_layers: int) -> str:
-    """The shortest text for which `layer_numbers` returns these ascending numbers."""
+    """Writes the shortest text for which `layer_numbers` returns these ascending numbers."""
     if len(numbers) == num_layers:
         return "all"
     ranges: list[tuple[int, int]] = []  # (first, last)

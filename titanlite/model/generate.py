@@ -84,7 +84,7 @@ def row_seed(seed: int, number: int) -> int:
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """One token id from logits (V,). temperature 0: the most likely; top_k 0: no limit."""
+    """Samples a token id from logits (V,). temperature 0: the most likely; top_k 0: no limit."""
     logits = logits.float().cpu()
     if temperature == 0:
         return int(logits.argmax())
@@ -143,7 +143,7 @@ def generate_rows(
     while places:
         tokens = torch.tensor([texts[i][start:end] for i in places], device=device)  # (B, S)
         logits = model(tokens, layer_caches, start)[:, -1].float().cpu()  # (B, V)
-        kept = []
+        running = []
         for place, i in enumerate(places):
             if len(texts[i]) == end:  # the prompt is used up: sample the next token
                 token = sample_token(logits[place], temperature, top_k, generators[i])
@@ -153,10 +153,10 @@ def generate_rows(
                 yield i, token
                 if len(texts[i]) == lengths[i]:
                     continue
-            kept.append(place)
-        if 0 < len(kept) < len(places):
+            running.append(place)
+        if 0 < len(running) < len(places):
             for cache in caches:
-                cache.keep(kept)
-        places = [places[place] for place in kept]
+                cache.keep(running)
+        places = [places[place] for place in running]
         start = end
         end += 1

@@ -63,12 +63,13 @@ def rope_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.devi
         low = scaling.low_freq_factor
         high = scaling.high_freq_factor
         turns = scaling.original_context * frequency / (2 * math.pi)  # over the original context
-        kept = (turns - low) / (high - low)
+        share = (turns - low) / (high - low)
     else:
         first = max(math.floor(pair_with_turns(scaling.beta_fast, config)), 0)
         last = min(math.ceil(pair_with_turns(scaling.beta_slow, config)), config.head_dim - 1)
-        kept = 1 - (pairs - first) / max(last - first, 0.001)
-    return torch.lerp(frequency / scaling.factor, frequency, kept.clamp(0, 1))
+        share = 1 - (pairs - first) / max(last - first, 0.001)
+    # `share` is the part of the unscaled frequency in the blend
+    return torch.lerp(frequency / scaling.factor, frequency, share.clamp(0, 1))
 
 
 def pair_with_turns(turns: float, config: LlamaConfig) -> float:

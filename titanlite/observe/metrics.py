@@ -219,7 +219,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A context for validation and saving, whose time does not count as training time."""
+        """Excludes the time in this context (validation, saving) from the training time."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         if self.progress.step > 0:

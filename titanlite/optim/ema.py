@@ -130,7 +130,7 @@ class WeightEMA:
 
     @contextlib.contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """A context in which the model computes with the averaged weights.
+        """Puts the averaged weights into the model within this context.
 
         Afterwards everything is bit-equal to before. fp32 weights are exchanged with the average,
         which takes no memory; weights in other dtypes are copied.

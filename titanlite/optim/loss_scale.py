@@ -40,7 +40,7 @@ class LossScale:
     def __init__(
         self, config: TrainingConfig, optimizer: torch.optim.Optimizer, device: torch.device
     ) -> None:
-        """`config.compute_dtype` is resolved.
+        """`config.compute_dtype` must be resolved: not auto.
 
         Raises ConfigError if the optimizer cannot withhold an update.
         """

@@ -118,7 +118,7 @@ def apply_compile(
 
 
 def first_message(text: str) -> str:
-    """The first rank's text that is not empty, with its rank; empty if no rank has one."""
+    """Finds the first rank whose text is not empty; returns rank and text, or an empty text."""
     everyone = gather(text)
     if len(everyone) == 1:
         return text

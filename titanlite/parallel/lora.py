@@ -79,7 +79,7 @@ class LoRALinear(nn.Linear):
     dropout_keys: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, S, K) -> (B, S, N)"""
+        """Adds the adapter's output to the layer's: x (B, S, K) -> (B, S, N)."""
         return super().forward(x) + self.adapter(x)
 
     def adapter(self, x: Tensor) -> Tensor:

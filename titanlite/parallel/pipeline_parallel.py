@@ -223,7 +223,7 @@ class Pipeline:
         return self._run(self.training.step, tokens, labels, num_targets, per_token)
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **per_token: Tensor) -> Tensor:
-        """The summed loss on the rank with the last stage, zero on the others."""
+        """Returns the summed loss on the rank with the last stage, zero on the others."""
         return self._run(
             self.evaluation.eval, tokens, labels, torch.ones_like(self.num_targets), per_token
         )
@@ -270,12 +270,12 @@ def sum_shared_gradients(params: list[Tensor], mesh: DeviceMesh) -> None:
     elif gradients:
         local = gradients[0].to(mesh.device_type)  # NCCL cannot send from the CPU
         group = mesh.get_group()
-        other = torch.empty_like(local)
+        received = torch.empty_like(local)
         peer = dist.get_global_rank(group, mesh.size() - 1 - mesh.get_local_rank())
         exchange = [
             dist.P2POp(dist.isend, local, peer, group),
-            dist.P2POp(dist.irecv, other, peer, group),
+            dist.P2POp(dist.irecv, received, peer, group),
         ]
         for work in dist.batch_isend_irecv(exchange):
             work.wait()
-        gradients[0] += other.to(gradients[0].device)
+        gradients[0] += received.to(gradients[0].device)

@@ -54,7 +54,7 @@ class Runner(Protocol):
         """Adds the gradients of the summed loss / `num_targets`, and returns this quotient."""
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **per_token: Tensor) -> Tensor:
-        """The summed loss."""
+        """Returns the summed loss."""
 
 
 class WholeModel:

@@ -100,7 +100,7 @@ class Unmeasured:
 
 
 def no_save() -> None:
-    """The `before_update` of a step whose state is not being copied for a checkpoint."""
+    """Does nothing: the `before_update` of a step without a save in progress."""
 
 
 class StepResult(NamedTuple):

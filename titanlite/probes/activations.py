@@ -1,10 +1,10 @@
-"""Statistics of each block's output, and the largest attention logits.
+"""Measures statistics of each block's output, and the largest attention logits.
 
 What it is: on measured steps, a forward without gradients of the first local batch of each
 data-parallel rank, before the step trains on it. A row of metrics.jsonl has for each block
 `activation_mean/layers.<i>`, `activation_rms/...` and `activation_max/...` of the residual stream
-after it (the last is the largest absolute value), and `attention_logit/...`, the largest q k /
-sqrt(Dh) of a query and a key that it may attend to.
+after it (`activation_max` is the largest absolute value), and `attention_logit/...`, the largest
+q k / sqrt(Dh) of a query and a key that it may attend to.
 Why it is here: with bf16, logits in the hundreds and single activations in the thousands precede
 many divergences (arXiv 2302.05442, 2309.14322).
 What it costs: on measured steps one forward of one local batch, with attention's products computed
@@ -51,7 +51,7 @@ CHUNK = 1 << 24  # logits in memory at a time, 4 bytes each
 class Activations:
     """Measures the first local batch of every `metrics.activations_freq`-th step; 0: none.
 
-    Rows have the figures of the blocks of all ranks.
+    Rows have the figures of all ranks' blocks.
     """
 
     def __init__(self, freq: int, stages: Stages, metrics: Metrics) -> None:
@@ -59,22 +59,22 @@ class Activations:
         self.stages = stages
         self.metrics = metrics
         self.num_layers = stages.model_parts[0].config.num_layers
-        self._block = 0  # whose forward is running
-        # Of each block: number of outputs, their sum, and the sum of their squares
+        self._block = 0  # the block whose forward is running
+        # For each block: number of outputs, their sum, and the sum of their squares
         dtype = sum_dtype(metrics.device)
         self._sums = torch.zeros(3, self.num_layers, dtype=dtype, device=metrics.device)
-        # Of each block: the largest absolute output, and the largest logit
+        # For each block: the largest absolute output, and the largest logit
         self._largest = torch.zeros_like(self._sums[:2])
 
     def before_step(self, batches: list[Batch]) -> None:
-        """Call it before the first forward of a step, with its local batches in CPU memory."""
+        """Measures if it is time; call it before a step's first forward, with CPU batches."""
         if self.freq > 0 and self.metrics.progress.step % self.freq == 0:
             self.measure(batches[0])
 
     def measure(self, batch: Batch) -> None:
-        """A row for the current step.
+        """Measures a batch and writes a row for the current step.
 
-        All ranks call it together, each with its batch, which stays as it is.
+        All ranks call it together, each with its batch, which is not changed.
         """
         mark_phase(Phase.MEASURE_ACTIVATIONS)
         logits = self.has_logits(batch)
@@ -94,8 +94,7 @@ class Activations:
             for handle in handles:
                 handle.remove()
         if dist.is_initialized() and dist.get_world_size() > 1:
-            # Every rank has other tokens (of dp, cp, tp) or other blocks (pp); heads are divided
-            # too.
+            # Ranks differ in tokens (dp, cp, tp), in blocks (pp) or in heads (tp).
             dist.all_reduce(self._sums)
             dist.all_reduce(self._largest, dist.ReduceOp.MAX)
         count, total, squares = self._sums
@@ -112,7 +111,7 @@ class Activations:
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
-        """Within it, the logits of attention are measured; blocks run eagerly."""
+        """Measures the logits of attention within this context; blocks run eagerly."""
         with torch.compiler.set_stance("force_eager"), _Attention(self._attend):
             yield
 
@@ -123,7 +122,7 @@ class Activations:
         return hook
 
     def _leave(self, module: nn.Module, arguments: object, output: Tensor) -> None:
-        """output: (B, S/cp/tp, D), of one microbatch"""
+        """Adds a block's output: (B, S/cp/tp, D), of one microbatch."""
         if isinstance(output, DTensor):
             output = output.to_local()
         square = torch.linalg.vector_norm(output, dtype=torch.float64).square()
@@ -153,8 +152,8 @@ class Activations:
 
 
 class _Attention(TorchFunctionMode):
-    """Within it, `record` gets queries, keys, mask and causality of each attention before it is
-    computed.
+    """Calls `record` with queries, keys, mask and causality of each attention in this context,
+    before it is computed.
     """
 
     def __init__(self, record: Callable[[Tensor, Tensor, Mask, bool], None]) -> None:
@@ -171,7 +170,7 @@ class _Attention(TorchFunctionMode):
 
 @torch.no_grad()
 def largest_logit(q: Tensor, k: Tensor, mask: Mask, causal: bool) -> Tensor:
-    """The largest q k / sqrt(Dh) of the allowed pairs, an fp32 scalar.
+    """Computes the largest q k / sqrt(Dh) of the allowed pairs, an fp32 scalar.
 
     q (B, H, Sq, Dh), k (B, K, Sk, Dh); `mask`: None, a bool tensor (B, 1, Sq, Sk), or torch's
     lower-right causal bias; `causal`: without a mask.

@@ -1,17 +1,16 @@
-"""Text during training: the model continues prompts, in its current layout.
+"""Continues prompts with the model during training, in its current layout.
 
 What it is: the prompts are the rows of a batch, padded to whole sequences, and the batch runs
-through the stages as one of validation does, in the same compiled graphs. Where the loss would be
-computed, the logits of each prompt's last token are taken: the labels, which are sharded over cp
-and divided into microbatches like the tokens, say where those are. Exactly one rank (under tp, one
-tp group) has the logits of a prompt; all others add zeros, so a sum over all axes gives them to
-every rank. Rank 0 chooses the tokens, because processors of different kinds may draw different
-ones.
+through the stages as a validation batch does, in the same compiled graphs. A function in place of
+the loss takes the logits of each prompt's last token. It finds them by the labels, which are
+sharded over cp and divided into microbatches like the tokens. Exactly one rank (under tp, one tp
+group) has the logits of a prompt; all others add zeros, so a sum over all axes gives them to every
+rank. Rank 0 chooses the tokens, because processors of different kinds may draw different ones.
 Why it is here: samples of text and answers to questions need it. Weights stay where they are, so
 this works for a model that fits on no single device.
-What it costs: there is no key/value cache, which pipelines and context parallel would need to
-divide too. Each new token is a forward of one local batch of whole sequences on every rank, about a
-third of the time in which the rank trains on it, one all-reduce of P V fp32 numbers for each axis,
+What it costs: there is no key/value cache, because pipelines and context parallel would have to
+divide it too. Each new token costs a forward of one local batch of whole sequences on every rank
+(about a third of the time of training on it), one all-reduce of P V fp32 numbers for each axis,
 with P prompts, and a small message over gloo. More prompts than all data-parallel ranks have rows
 (`at_once`) take several batches. The random state of training is not used.
 """
@@ -40,11 +39,11 @@ TOP_K = 50
 class Choice(NamedTuple):
     """How new tokens are chosen, and where a text ends."""
 
-    new_tokens: int  # at most
+    new_tokens: int  # the most new tokens per text
     temperature: float  # 0: always the most likely one
-    seed: int  # of the first prompt; see `row_seed`
+    seed: int  # the first prompt's; see `row_seed`
     ends: Set[int]  # tokens that end a text, and are not part of it
-    end: str = ""  # a text that does the same; empty: none
+    end: str = ""  # a string that also ends a text; empty: none
 
 
 class Continuation:
@@ -68,12 +67,12 @@ class Continuation:
     def texts(
         self, prompts: Sequence[list[int]], choice: Choice, stop: Callable[[], bool]
     ) -> list[str] | None:
-        """The text that continues each prompt, the same on all ranks.
+        """Returns the text that continues each prompt, the same on all ranks.
 
-        None if `stop` returns true, which it does on all ranks or on none.
+        Returns None if `stop` returns true, which it does on all ranks or on none.
         """
         rows = [list(ids) for ids in prompts]
-        # The same numbers at each validation: texts differ because the weights do.
+        # The same seeds at each validation, so that texts differ only because the weights do.
         generators = [
             torch.Generator().manual_seed(row_seed(choice.seed, i)) for i in range(len(rows))
         ]
@@ -88,7 +87,7 @@ class Continuation:
             logits = self.next_logits(rows)
             numbers = sorted(open_rows)
             chosen: list[int] = []
-            if dist.get_rank() == 0:  # processors of different kinds may draw different ones
+            if dist.get_rank() == 0:  # other processors may draw other tokens
                 chosen = self._choose(logits.cpu(), numbers, choice.temperature, generators)
             for i, token in zip(numbers, broadcast(chosen), strict=True):
                 ended = token in choice.ends
@@ -109,7 +108,7 @@ class Continuation:
         temperature: float,
         generators: list[torch.Generator],
     ) -> list[int]:
-        """The next tokens of these rows; where a logit is not finite, the one that ends the
+        """Chooses the next tokens of these rows; if a logit is not finite, the one that ends the
         document.
         """
         finite = logits.isfinite().all(-1).tolist()
@@ -122,7 +121,7 @@ class Continuation:
         return chosen
 
     def next_logits(self, rows: list[list[int]]) -> Tensor:
-        """The logits after each row of tokens, fp32 (P, V), the same bits on all ranks.
+        """Computes the logits after each row of tokens, fp32 (P, V), the same bits on all ranks.
 
         All ranks call it together.
         """
@@ -130,7 +129,7 @@ class Continuation:
         result = torch.zeros(len(rows), vocab_size, device=self.device)
 
         def take(logits: Tensor, labels: Tensor) -> Tensor:
-            """Stores the logits of the positions whose label is the number of a row.
+            """Stores the logits at the positions whose label is a row's number.
 
             logits (B, S/cp, V/tp), or those of a microbatch or a chunk of tokens; labels (B, S/cp).
             """
@@ -150,7 +149,7 @@ class Continuation:
         return result
 
     def _batches(self, rows: list[list[int]]) -> Iterator[Batch]:
-        """This data-parallel rank's rows: every n-th, in as many batches on each rank.
+        """Yields this data-parallel rank's rows, every n-th, in equally many batches on each rank.
 
         The label of a row's last token is the row's number.
         """

@@ -1,13 +1,13 @@
-"""Norms of each layer's gradient and weights, and the size of its update.
+"""Measures norms of each layer's gradient, weights and update.
 
 What it is: on measured steps, for the embedding, each block, the last norm and the output, the
 2-norms of the gradient (as the optimizer gets it, after clipping), of the weights before the
-update, and of the update; the third divided by the second is the update ratio. A row of
-metrics.jsonl has them as `gradient_norm/<layer>`, `weight_norm/<layer>` and `update_ratio/<layer>`,
-with layers named as in the model.
-Why it is here: the global norm does not show which layer diverges. A ratio far above 1e-3 in one
-layer, or one that is zero, is a mistake in learning rate or initial weights that the loss shows
-later.
+update, and of the update. The update ratio is the norm of the update divided by that of the
+weights. A row of metrics.jsonl has `gradient_norm/<layer>`, `weight_norm/<layer>` and
+`update_ratio/<layer>`, with layers named as in the model.
+Why it is here: the global norm does not show which layer diverges. A ratio that is far above 1e-3
+in one layer, or zero, points to a mistake in learning rate or initial weights before the loss shows
+it.
 What it costs: on measured steps a copy of this rank's weights until the update is done, 4 bytes per
 parameter, sharded as they are, and three passes over them; one all-reduce of 24 bytes per layer;
 and the host waits for the device.
@@ -44,16 +44,16 @@ class LayerNorms:
         self.layers.append("norm")
         if not llama.tied_embeddings:
             self.layers.append("output")
-        self.parameters: dict[str, list[Tensor]] = {}  # this rank's, of each layer
+        self.parameters: dict[str, list[Tensor]] = {}  # layer -> this rank's parameters
         for part in stages.model_parts:
             for name, parameter in part.named_parameters():
                 layer = layer_of(name)
                 self.parameters.setdefault(layer, []).append(parameter)
-        self._before: dict[str, list[Tensor]] = {}  # the weights before the update
+        self._before: dict[str, list[Tensor]] = {}  # layer -> weights before the update
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Call it before each step of the optimizer, after clipping."""
+        """Copies weights if it is time; call it before each update, after clipping."""
         if self.freq == 0 or self.metrics.progress.step % self.freq != 0:
             return
         for layer, parameters in self.parameters.items():
@@ -61,7 +61,7 @@ class LayerNorms:
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Call it after each step of the optimizer, before the gradients are freed."""
+        """Measures if it is time; call it after each update, before gradients are freed."""
         if not self._before:
             return
         squares = torch.zeros(3, len(self.layers), dtype=torch.float64, device=self.metrics.device)
@@ -96,7 +96,7 @@ class LayerNorms:
 
 
 def layer_of(name: str) -> str:
-    """The layer of a parameter: layers.3 of layers.3.attention.wq.weight."""
+    """Returns the layer of a parameter: layers.3 for layers.3.attention.wq.weight."""
     parts = name.split(".")
     if parts[0] == "layers":
         return ".".join(parts[:2])
@@ -104,5 +104,5 @@ def layer_of(name: str) -> str:
 
 
 def finite(value: float) -> float | None:
-    """The value; None, which is JSON's null, if it is NaN or infinite."""
+    """Replaces NaN and infinity by None, which is JSON's null."""
     return value if math.isfinite(value) else None

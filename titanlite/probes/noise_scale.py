@@ -6,20 +6,20 @@ batches in one step, of m < n tokens, give both:
 
     |G|^2 = (n |G_n|^2 - m |G_m|^2) / (n - m)        variance = (|G_m|^2 - |G_n|^2) / (1/m - 1/n)
 
-The large batch is the whole step. The small one is the first local batch of each data-parallel
-rank: sharded gradients are reduced over ranks before any rank could see its own, and after that
-local batch their sum is in place. Both are estimates with much noise, so numerator and denominator
-are averaged over measurements before the division (appendix A.1 of the paper). "Of one token"
-assumes that tokens are drawn one by one; those of a sequence are alike, so the variance is that of
-sequences divided by their length. Batches count targets, and the small gradient is that of a sum
-over the step's targets, so it is multiplied by n / m. Here gradients are still multiplied by
-float16's loss scale, which changes, so both squares are divided by its square.
+The large batch is the whole step. The small batch is the first local batch of all data-parallel
+ranks together: sharded gradients are reduced over ranks before any rank could see its own, and the
+sum is available after that local batch. Both estimates are noisy, so numerator and denominator are
+averaged over measurements before the division (appendix A.1 of the paper). "Variance of one token"
+assumes that tokens are drawn one by one; the tokens of a sequence are alike, so in fact it is the
+variance of sequences divided by their length. Batches count targets, and the small gradient is
+divided by the step's targets, so it is multiplied by n / m. The gradients here are still multiplied
+by float16's loss scale, which changes, so both squares are divided by its square.
 Why it is here: far below the noise scale, a larger batch needs proportionally fewer steps for the
 same loss; far above it, a larger batch needs more tokens for the same loss. It grows during
 training, which is the reason for `training.batch_ramp`.
-What it costs: on measured steps two passes over the gradients, and two all-reduces: of two squares
-(16 bytes) and of one count. The host waits for nothing; the averages stay on the device until a
-step is logged.
+What it costs: on measured steps two passes over the gradients, and two all-reduces: one of two
+squares (16 bytes) and one of a count. The host does not wait; the averages stay on the device until
+a step is logged.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from titanlite.optim.loss_scale import LossScale
 from titanlite.parallel.stages import Stages
 from titanlite.probes.layer_norms import finite
 
-KEPT = 0.95  # of the averages at each measurement: about the last 20 count
+KEPT = 0.95  # decay of the averages per measurement: about the last 20 count
 
 
 class NoiseScale:
     """Averages of |G|^2 and the variance; with `metrics.noise_scale_freq = 0` there are none.
 
-    Stateful: the two averages, in that order.
+    Stateful: the state is the two averages, in that order.
     """
 
     def __init__(
         self, config: MetricsConfig, stages: Stages, scaler: LossScale, progress: Progress
     ) -> None:
-        """What it needs of other settings is checked by `rules/divides.py` and `excludes.py`."""
+        """`rules/divides.py` and `excludes.py` have checked the settings that it needs."""
         self.freq = config.noise_scale_freq
         self.stages = stages
         self.scaler = scaler
@@ -61,7 +61,7 @@ class NoiseScale:
         self.reset()
 
     def reset(self) -> None:
-        """Back to the state at the beginning of a run."""
+        """Restores the state at the beginning of a run."""
         dtype = sum_dtype(self.device)
         self.averages = torch.zeros(2, dtype=dtype, device=self.device)
         self._small = torch.zeros((), dtype=dtype, device=self.device)
@@ -81,15 +81,15 @@ class NoiseScale:
         return self.freq > 0 and self.progress.step % self.freq == 0 and num_batches > 1
 
     def before_step(self, batches: list[Batch]) -> None:
-        """Counts the targets of the small batch, before the forward, which may cut it."""
+        """Counts the small batch's targets before the forward, which may cut the batch in place."""
         if self._measures(len(batches)):
             targets = to_device(count_targets(batches[:1]), self.device)
             self._small_targets = self.stages.mesh.sum_counts(targets)
 
     def after_backward(self, i: int, num_batches: int, num_targets: Tensor) -> None:
-        """Call it after each backward of a step, before clipping; i counts the local batches.
+        """Measures if it is time; call it after each backward, before clipping.
 
-        `num_targets`: of the whole step, over all ranks.
+        `i` counts the local batches; `num_targets`: the step's, over all ranks.
         """
         if not self._measures(num_batches):
             return
@@ -101,7 +101,7 @@ class NoiseScale:
     def _measure_small(self) -> None:
         shared = [p for p in self.stages.shared_params if p.grad is not None]
         gradients = [parameter.grad.clone() for parameter in shared if parameter.grad is not None]
-        # For the norm only; the stages add up the copies themselves, once, at the end of the step
+        # For this norm only: at the end of the step the stages sum the copies themselves
         self.stages.sum_shared()
         self._small = self._square()
         for parameter, gradient in zip(shared, gradients, strict=True):
@@ -122,12 +122,12 @@ class NoiseScale:
         variance = (small - large) / (1 / m - 1 / n)
         measured = torch.stack([gradient, variance])
         average = KEPT * self.averages + (1 - KEPT) * measured
-        # A new tensor: an asynchronous save may be reading the old one. Not finite: no targets, or
-        # an overflow.
+        # Assign a new tensor: an asynchronous save may be reading the old one. A measurement is not
+        # finite without targets or after an overflow.
         self.averages = torch.where(measured.isfinite().all(), average, self.averages)
 
     def _square(self) -> Tensor:
-        """This rank's part of the square of the gradient that has accumulated."""
+        """Computes this rank's part of the square of the accumulated gradient."""
         pairs = []
         for part in self.stages.model_parts:
             for parameter in part.parameters():
@@ -136,7 +136,7 @@ class NoiseScale:
         return sum_of_squares(pairs, self.stages.shared_params, self.device)
 
     def columns(self) -> dict[str, Any]:
-        """The column of a logged step: in tokens; None before there is an estimate."""
+        """Returns the column of a logged step, in tokens; None before there is an estimate."""
         if self.freq == 0:
             return {}
         gradient, variance = self.averages.tolist()

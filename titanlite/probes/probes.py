@@ -1,8 +1,7 @@
-"""What a run measures if asked: one object with the points of a step at which it is measured.
+"""The optional measurements of a run: one object, called at fixed points of each step.
 
-What it is: the probes of `[metrics]`, each with a key that says every how many steps it measures;
-0, the default, is never. A probe that is off returns at once. docs/measures.md says what each
-number means.
+What it is: the probes of `[metrics]`. Each has a key: it measures every so many steps; 0, the
+default, means never. A probe that is off returns at once. docs/measures.md explains each number.
 What it costs: nothing on steps that are not measured.
 """
 
@@ -20,29 +19,29 @@ from titanlite.probes.noise_scale import NoiseScale
 
 
 class Probes:
-    """The gradient noise scale, norms of layers, and statistics of activations."""
+    """Measures the gradient noise scale, norms of layers, and statistics of activations."""
 
     def __init__(
         self, config: MetricsConfig, stages: Stages, noise_scale: NoiseScale, metrics: Metrics
     ) -> None:
-        """`noise_scale` is built before, since it is a part of the training state."""
+        """`noise_scale` is built by the caller, since it is a part of the training state."""
         self.noise_scale = noise_scale
         self.activations = Activations(config.activations_freq, stages, metrics)
         self.layer_norms = LayerNorms(config.layer_norms_freq, stages, metrics)
 
     def before_step(self, batches: list[Batch]) -> None:
-        """`batches`: all local batches of the step, in CPU memory."""
+        """Called before a step's first forward; `batches`: its local batches, in CPU memory."""
         self.activations.before_step(batches)
         self.noise_scale.before_step(batches)
 
     def after_backward(self, i: int, num_batches: int, num_targets: Tensor) -> None:
-        """After the backward of local batch `i`; `num_targets`: of the step, over all ranks."""
+        """Called after the backward of local batch `i`; `num_targets`: the step's, of all ranks."""
         self.noise_scale.after_backward(i, num_batches, num_targets)
 
     def before_update(self) -> None:
-        """Gradients are clipped, weights still those of the step before."""
+        """Called when gradients are clipped and weights are still those of the step before."""
         self.layer_norms.before_update()
 
     def after_update(self) -> None:
-        """Weights are updated, gradients still there."""
+        """Called when weights are updated and gradients are not yet cleared."""
         self.layer_norms.after_update()

@@ -1,7 +1,7 @@
-"""Samples during training: at each validation the model continues `validation.prompts`.
+"""Samples text during training: at each validation the model continues `validation.prompts`.
 
-What it is: the prompts, encoded once; their texts (`continuation.py`) go to samples.jsonl, and the
-beginning of each to the console.
+What it is: the prompts are encoded once; their continuations (`continuation.py`) go to
+samples.jsonl, and the beginning of each to the console.
 Why it is here: a loss does not show that a model repeats itself or closes no bracket.
 What it costs: nothing without prompts; see `continuation.py`.
 """
@@ -26,7 +26,7 @@ from titanlite.runtime.errors import ConfigError, printable
 from titanlite.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("titanlite")
-# Characters of the end of a prompt, and of its continuation, on the console
+# Characters on the console: the end of a prompt, and the beginning of its continuation
 PROMPT_SHOWN = 16
 TEXT_SHOWN = 34
 
@@ -43,8 +43,8 @@ class Sampler:
         stream: TrainStream,
         metrics: Metrics,
     ) -> None:
-        """Without prompts it does nothing. Raises ConfigError if a prompt leaves no room for a
-        token.
+        """Encodes the prompts; without any, the sampler does nothing. Raises ConfigError if a
+        prompt leaves no room for a token.
         """
         self.config = config
         self.seed = seed
@@ -52,7 +52,7 @@ class Sampler:
         self.metrics = metrics
         self.continuation = Continuation(tokenizer, stages, stream, metrics.device)
         self.file = LineFile(metrics.file.path.with_name(SAMPLES))
-        self.texts: list[str] = []  # the latest: of each prompt, with its continuation
+        self.texts: list[str] = []  # the latest: each prompt with its continuation
         self.prompts = [[tokenizer.bos, *tokenizer.encode(text)] for text in config.prompts]
         seq_len = stream.training.seq_len
         problems = []
@@ -67,11 +67,11 @@ class Sampler:
             raise ConfigError(problems)
 
     def due(self, finished: bool) -> bool:
-        """Whether to sample now without a validation: after the last step of a run without any."""
+        """Whether to sample without a validation: after the last step, if a run never validates."""
         return finished and len(self.prompts) > 0
 
     def run(self, requests: Requests) -> None:
-        """Samples with the current weights; nothing if a signal has arrived on any rank."""
+        """Samples with the current weights; logs nothing if a signal has arrived on any rank."""
         if not self.prompts:
             return
         continuations = self.continued(requests.agree_to_stop)
@@ -92,9 +92,9 @@ class Sampler:
                 self.file.append(json.dumps({"step": step, "prompt": prompt, "text": text}))
 
     def continued(self, stop: Callable[[], bool]) -> list[str] | None:
-        """The continuation of each prompt, the same on all ranks.
+        """Continues each prompt, with the same result on all ranks.
 
-        None if `stop` returns true, which it does on all ranks or on none.
+        Returns None if `stop` returns true, which it does on all ranks or on none.
         """
         choice = Choice(
             self.config.prompt_tokens,

@@ -1,10 +1,10 @@
-"""What `run.device = mps`, the GPU of an Apple computer, supports.
+"""The settings that `run.device = mps`, the GPU of an Apple computer, supports.
 
 What it is: one process, computing in fp32, with the settings in the table below. In 16 bits,
 attention with a causal mask lets tokens see later ones in some releases of torch, without an error
-(pytorch#195910); in others the fused AdamW does not withhold an update that it is asked to withhold
-(pytorch#186360). Other settings need float64, which the device does not have, or CUDA, or have not
-been tried. Imports no torch.
+(pytorch#195910); in others the fused AdamW ignores a request to withhold an update
+(pytorch#186360). Other settings need float64, which the device lacks, or CUDA, or have not been
+tried. Imports no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ALLOWED = {
 
 
 def apple_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """One process, in float32, with the plain techniques."""
+    """Requires one process, float32 and only the plain techniques."""
     if config.run.device != "mps":
         return
     processes = num_processes(degrees)

@@ -1,8 +1,8 @@
-"""Which settings fit together: all rules, applied to one config, one model and one world size.
+"""Checks which settings fit together: applies all rules to a config, a model and a world size.
 
 What it is: arithmetic on the config, done before torch is imported. A rule is a generator of
-messages and yields none if it has nothing to report; each message has the keys, the values found
-and the nearest values that fit. The rules are in the files of this folder:
+messages, and yields none if all is well; each message has the keys, the values found and the
+nearest values that fit. The rules are in the files of this folder:
 
     degrees.py    the degrees of the five mesh axes, whose product is the world size
     divides.py    sizes that must be divisible by others
@@ -52,7 +52,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_layout(config: Config, llama: LlamaConfig, world_size: int) -> dict[str, int]:
-    """Axis -> degree. Raises ConfigError with everything that does not fit."""
+    """Returns axis -> degree. Raises ConfigError with everything that does not fit."""
     degrees = resolve_degrees(config.parallel, world_size)
     problems: list[str] = []
     for rule in RULES:

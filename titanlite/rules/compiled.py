@@ -1,4 +1,4 @@
-"""Whether the blocks and the loss are compiled, if that is left to `auto`. Imports no torch."""
+"""Decides whether blocks and loss are compiled if that is `auto`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titanlite.config.schema import SPLIT_BACKWARD, WIDE, CompileConfig, Config
 def reason_not_compiled(
     config: Config, degrees: Mapping[str, int], dim: int, device_type: str
 ) -> str:
-    """Why the blocks are not compiled; empty if they are.
+    """Gives the reason why the blocks are not compiled; empty if they are.
 
     `dim` is the model's width, `device_type` cuda, cpu or mps.
     """
@@ -20,7 +20,7 @@ def reason_not_compiled(
     if config.compile.enabled == "false":
         return "compile.enabled = false"
     if config.recompute.mode == "memory_budget":
-        return ""  # the compiler decides what is recomputed, so it is needed
+        return ""  # the compiler decides what is recomputed
     if device_type == "cpu" and dim < WIDE:
         return f"the model is less than {WIDE} wide, on a CPU"
     if device_type != "cuda" and sys.platform != "linux":

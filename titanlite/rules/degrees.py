@@ -1,4 +1,4 @@
-"""The degrees of a layout: how many ranks each axis of the mesh has.
+"""The degrees of a layout: the number of ranks of each mesh axis.
 
 What it is: arithmetic on the config, done before torch is imported. A layout gives each of the five
 mesh axes a degree; the product of the degrees is the world size. Conditions on sizes and on
@@ -19,7 +19,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def resolve_degrees(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
-    """Axis -> degree for `world_size` processes, -1 resolved.
+    """Resolves -1 and returns axis -> degree for `world_size` processes.
 
     Raises ConfigError if the product differs.
     """
@@ -50,7 +50,7 @@ def resolve_degrees(parallel: ParallelConfig, world_size: int) -> dict[str, int]
 
 
 def _does_not_divide(fixed: dict[str, int], world_size: int) -> str:
-    """The message for degrees whose product does not divide the number of processes."""
+    """Writes the message for degrees whose product does not divide the number of processes."""
     used = _above_1(fixed)
     product = math.prod(fixed.values())
     remedies = []
@@ -65,7 +65,7 @@ def _does_not_divide(fixed: dict[str, int], world_size: int) -> str:
 
 
 def _above_1(degrees: dict[str, int]) -> dict[str, int]:
-    """The degrees that a message shows: those above 1, or else that of `dp_shard`."""
+    """Selects the degrees that a message shows: those above 1, or else `dp_shard`."""
     return {axis: degree for axis, degree in degrees.items() if degree > 1} or {"dp_shard": 1}
 
 
@@ -78,7 +78,7 @@ def _divides(whole: int, others: int, n: int) -> bool:
 
 
 def needs_fsdp(parallel: ParallelConfig, world_size: int) -> bool:
-    """Whether FSDP has something to shard, or a key asks for it: to offload, free or keep weights.
+    """Whether FSDP has anything to shard, or a key (offload, reshard) requires it.
 
     Without it, one process casts its parameters to the compute dtype where they are used.
     """
@@ -87,28 +87,28 @@ def needs_fsdp(parallel: ParallelConfig, world_size: int) -> bool:
 
 
 def num_processes(degrees: Mapping[str, int]) -> int:
-    """The world size of a layout."""
+    """Computes the world size of a layout."""
     return math.prod(degrees.values())
 
 
 def data_ranks(degrees: Mapping[str, int]) -> int:
-    """The number of ranks that read different batches."""
+    """Counts the ranks that read different batches."""
     return degrees["dp_replicate"] * degrees["dp_shard"]
 
 
 def local_batches(training: TrainingConfig, degrees: Mapping[str, int]) -> int:
-    """How many local batches a rank has in a step of the first batch size."""
+    """Counts the local batches of a rank in a step of the first batch size."""
     return training.global_batch_size // (training.local_batch_size * data_ranks(degrees))
 
 
 def nearest(wanted: int, fits: Callable[[int], bool], limit: int) -> str:
-    """The three numbers up to `limit` nearest to `wanted` that fit, in words; "" if none does."""
+    """Lists the three numbers up to `limit` nearest to `wanted` that fit; "" if none does."""
     fitting = [n for n in range(1, limit + 1) if fits(n)]
     fitting.sort(key=lambda n: (abs(n - wanted), n))
     return " or ".join(str(n) for n in sorted(fitting[:3]))
 
 
 def multiples(value: int, of: int) -> str:
-    """The multiples of `of` nearest to `value`, in words."""
+    """Lists the multiples of `of` nearest to `value`."""
     below = value // of * of
     return " or ".join(str(n) for n in (below, below + of) if n > 0)

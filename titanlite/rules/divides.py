@@ -1,4 +1,4 @@
-"""Which sizes must divide which: batches, sequences, heads, layers and microbatches.
+"""Rules of divisibility: batches, sequences, heads, layers and microbatches.
 
 What it is: one function for each technique that divides something over ranks. Each yields a message
 for every size that cannot be divided, with the nearest values that can. Imports no torch.
@@ -17,12 +17,12 @@ from titanlite.rules.degrees import data_ranks, multiples, nearest, num_processe
 
 
 def batch(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """Sequences of a step are divided over data-parallel ranks, into local batches."""
+    """Requires that a step's sequences divide into local batches over data-parallel ranks."""
     yield from size_problems(config.training, data_ranks(degrees))
 
 
 def noise_scale(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """`metrics.noise_scale_freq` needs two local batches or more in a step."""
+    """Requires two or more local batches in a step for `metrics.noise_scale_freq`."""
     training = config.training
     freq = config.metrics.noise_scale_freq
     portion = training.local_batch_size * data_ranks(degrees)
@@ -37,7 +37,7 @@ def noise_scale(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> 
 
 
 def reshard_group(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """`parallel.reshard_after_forward` as a number divides the ranks that FSDP shards over."""
+    """Requires that a number in `parallel.reshard_after_forward` divides FSDP's ranks."""
     mode = config.parallel.reshard_after_forward
     words = ["default", "always", "never"]
     if mode in words:
@@ -47,8 +47,8 @@ def reshard_group(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -
         yield f"{shown}: expected default, always, never or a number{suggestion(mode, words)}"
         return
     if degrees["pp"] * degrees["tp"] > 1:
-        # A deadlock: FSDP2 makes process groups on each row of the mesh alone, but all ranks must
-        # take part in each.
+        # It would deadlock: each row of the mesh makes only its own process groups, but all ranks
+        # must take part in making each group.
         yield (
             f"{shown}: a number works without parallel.pp and parallel.tp only; "
             "with them use default, always or never"
@@ -67,7 +67,7 @@ def reshard_group(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -
 
 
 def tensor_parallel(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """tp divides heads, feed-forward width and vocabulary, and the sequence between layers."""
+    """Requires that tp divides heads, feed-forward width, vocabulary and the sequence."""
     tp = degrees["tp"]
     cp = degrees["cp"]
     sizes = {
@@ -76,7 +76,7 @@ def tensor_parallel(config: Config, llama: LlamaConfig, degrees: dict[str, int])
         "model.ffn_dim": llama.ffn_dim,
         "model.vocab_size": llama.vocab_size,
     }
-    if config.training.seq_len % cp == 0:  # otherwise `context_parallel` reports the mistake
+    if config.training.seq_len % cp == 0:  # otherwise `context_parallel` reports it
         name = "training.seq_len / parallel.cp" if cp > 1 else "training.seq_len"
         sizes[name] = config.training.seq_len // cp
     broken = [f"{name} = {size}" for name, size in sizes.items() if size % tp]
@@ -90,7 +90,7 @@ def tensor_parallel(config: Config, llama: LlamaConfig, degrees: dict[str, int])
 
 
 def context_parallel(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """cp divides the sequence, into two chunks per rank; for Ulysses, sequence and heads."""
+    """Requires that 2 cp divides the sequence; for Ulysses, cp the sequence and the heads."""
     cp = degrees["cp"]
     if cp == 1:
         return
@@ -132,7 +132,7 @@ def _ulysses(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Ite
 
 
 def pipeline_stages(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """Each stage has a layer or more, and the schedule a number of stages that it supports."""
+    """Requires a layer or more per stage, and a number of stages that the schedule supports."""
     pp = degrees["pp"]
     schedule = config.parallel.pp_schedule
     per_process = config.parallel.stages_per_process
@@ -169,7 +169,7 @@ def stages_fit_schedule(config: Config) -> bool:
 def pipeline_microbatches(
     config: Config, llama: LlamaConfig, degrees: dict[str, int]
 ) -> Iterator[str]:
-    """A local batch is divided into as many microbatches as the schedule needs."""
+    """Requires that a local batch divides into a number of microbatches that the schedule runs."""
     pp = degrees["pp"]
     if pp == 1 or not stages_fit_schedule(config):
         return

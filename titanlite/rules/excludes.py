@@ -1,4 +1,4 @@
-"""Which settings exclude which.
+"""Rules about settings that exclude each other.
 
 What it is: one function for each technique, with what it does not support and why. Sizes are in
 `divides.py`. Imports no torch.
@@ -17,7 +17,7 @@ from titanlite.runtime.errors import ConfigError
 
 
 def compiler(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """`parallel.async_tp` and `recompute.mode = memory_budget` need torch.compile."""
+    """Requires torch.compile for `parallel.async_tp` and `recompute.mode = memory_budget`."""
     device = config.run.device
     if device == "auto":
         device = "cuda"
@@ -37,7 +37,7 @@ def compiler(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Ite
 
 
 def ring_attention(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """Ring attention exists for CUDA devices only, and supports neither masks nor dropout."""
+    """Requires CUDA for ring attention, and refuses masks and dropout with it."""
     if degrees["cp"] == 1 or config.parallel.cp_method != "ring":
         return
     if config.run.device == "cpu":
@@ -66,7 +66,7 @@ def ring_attention(config: Config, llama: LlamaConfig, degrees: dict[str, int]) 
 def pipeline_reduction(
     config: Config, llama: LlamaConfig, degrees: dict[str, int]
 ) -> Iterator[str]:
-    """A pipeline reduces gradients at the end of each local batch."""
+    """Refuses `reduce_every_microbatch = false` in a pipeline, which reduces per local batch."""
     if degrees["pp"] > 1 and not config.parallel.reduce_every_microbatch:
         yield (
             "parallel.reduce_every_microbatch = false: a pipeline sums gradients once per local "
@@ -75,7 +75,7 @@ def pipeline_reduction(
 
 
 def split_backward(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """Schedules that compute a layer's two gradients in separate calls."""
+    """Refuses settings that schedules with two separate gradient calls do not support."""
     schedule = config.parallel.pp_schedule
     if degrees["pp"] == 1 or schedule not in SPLIT_BACKWARD:
         return
@@ -105,12 +105,12 @@ def split_backward(config: Config, llama: LlamaConfig, degrees: dict[str, int]) 
 
 
 def stability(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """The optimizer must withhold an update on the device; a rollback needs checkpoints."""
+    """Requires an optimizer that can withhold an update, and checkpoints for a rollback."""
     section = config.stability
     if section.action == "stop" and not section.threshold:
         return
     implementation = config.optimizer.implementation
-    # The optimizer for bfloat16 has one implementation, which can withhold an update
+    # With bfloat16 the key has no effect: that optimizer can withhold an update
     bfloat16 = "bfloat16" in (config.optimizer.state_dtype, config.training.param_dtype)
     if implementation in ("foreach", "for-loop") and not bfloat16:
         yield (
@@ -127,7 +127,7 @@ def stability(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> It
 
 
 def noise_scale(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """`metrics.noise_scale_freq` reads the first local batch's gradient, reduced over ranks."""
+    """Requires a reduced gradient after the first local batch for `metrics.noise_scale_freq`."""
     freq = config.metrics.noise_scale_freq
     fsdp = needs_fsdp(config.parallel, num_processes(degrees))
     if freq and fsdp and not config.parallel.reduce_every_microbatch:
@@ -138,7 +138,7 @@ def noise_scale(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> 
 
 
 def float8(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """Products with one scale per row return bfloat16."""
+    """Requires bfloat16 for float8 with one scale per row, whose products are bfloat16."""
     section = config.float8
     rowwise = section.enabled and section.scaling == "rowwise" and not section.emulate
     if rowwise and config.training.compute_dtype == "float32":
@@ -149,13 +149,13 @@ def float8(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Itera
 
 
 def float16(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """The rules of float16, if the config sets it."""
+    """Applies the rules of float16 if the config sets it."""
     if config.training.compute_dtype == "float16":
         yield from float16_problems(config)
 
 
 def float16_problems(config: Config) -> Iterator[str]:
-    """All but the computation is fp32, updates can be withheld, the scale is a power of two."""
+    """Requires fp32 beside the computation, updates that can be withheld, a power-of-two scale."""
     training = config.training
     optimizer = config.optimizer
     for key, dtype in (
@@ -189,7 +189,7 @@ def float16_problems(config: Config) -> Iterator[str]:
 
 
 def require_float16(config: Config) -> None:
-    """Raises ConfigError if float16, which `auto` has chosen, does not fit the other settings."""
+    """Raises ConfigError if `auto` has chosen float16 and it does not fit the other settings."""
     problems = [
         f"compute_dtype = auto is float16 on this GPU: {problem}"
         for problem in float16_problems(config)
@@ -199,7 +199,7 @@ def require_float16(config: Config) -> None:
 
 
 def offloading(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """What can be kept in CPU memory, and only once."""
+    """Refuses offloading that would have no effect, happen twice, or does not work."""
     mode = config.recompute.mode
     parallel = config.parallel
     if config.recompute.offload and mode != "full":

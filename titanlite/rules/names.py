@@ -1,4 +1,4 @@
-"""Settings that name parts of the model: the names must exist in it. Imports no torch."""
+"""Rules about settings that name parts of the model, which must exist. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titanlite.rules.divides import stages_fit_schedule
 
 
 def optimizer_groups(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """The pattern of each of `optimizer.groups` gets parameters that no earlier group has.
+    """Requires that each pattern of `optimizer.groups` fits parameters that no earlier one has.
 
     A parameter belongs to the first group whose pattern fits its name.
     """
@@ -42,7 +42,7 @@ def optimizer_groups(config: Config, llama: LlamaConfig, degrees: dict[str, int]
 
 
 def float8_skip(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """Each name in `float8.skip` matches a linear layer, and some layers are left."""
+    """Requires that each name in `float8.skip` matches a linear layer, and some layers are left."""
     if not config.float8.enabled:
         return
     skipped = config.float8.skipped
@@ -63,8 +63,8 @@ def float8_skip(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> 
 
 
 def frozen(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """Each pattern of `training.frozen` fits a parameter, and some are left; in a pipeline also in
-    the first stage.
+    """Requires that each pattern of `training.frozen` fits a parameter, and that some are left; in
+    a pipeline also in the first stage.
     """
     patterns = config.training.frozen_patterns
     if not patterns:
@@ -92,7 +92,7 @@ def frozen(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Itera
 
 
 def lora(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """The targets and blocks of `lora` exist; in a pipeline the first stage has adapters."""
+    """Requires targets and blocks of `lora` that exist, and in a pipeline some in stage 0."""
     if config.lora.rank == 0:
         if config.checkpoint.export == "peft":
             yield "checkpoint.export = peft: expected lora.rank > 0, or another format"
@@ -109,7 +109,7 @@ def lora(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterato
             yield f"lora.targets: no linear layer {name!r}{hint}; allowed: {', '.join(layers)}"
     if len(set(targets)) < len(targets):
         yield f"lora.targets = {config.lora.targets!r}: names a layer twice; expected each once"
-    # An adapter of a higher rank has more parameters than its layer, and adds nothing
+    # An adapter of a rank above the smaller side of its layer adds nothing
     sides = [
         min(shape)
         for name, shape in parameter_shapes(llama).items()
@@ -136,7 +136,7 @@ def lora(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterato
 
 
 def pipeline_split(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """`parallel.pp_split` has one module for each stage but the first, in the model's order."""
+    """Requires one module per later stage in `parallel.pp_split`, in the model's order."""
     pp = degrees["pp"]
     names = config.parallel.stage_starts
     if pp == 1 or not names or not stages_fit_schedule(config):

@@ -1,8 +1,8 @@
-"""Settings that have no effect, because the technique they belong to is not used.
+"""Finds settings that have no effect, because the technique they belong to is not used.
 
 What it is: a table with one row per technique. The start of a run logs a line for each key that was
-changed in vain; it is no error, since a config may keep the settings of a technique that is
-switched off. Imports no torch.
+changed without effect; it is not an error, since a config may keep the settings of a technique that
+is switched off. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class Technique(NamedTuple):
     """Keys that have an effect only if a technique is used."""
 
     used: bool
-    reason: str  # that the keys have no effect if it is not
+    reason: str  # why the keys have no effect if it is not used
     section: str
     keys: str  # with spaces between them
 
 
 def unused_settings(config: Config, degrees: dict[str, int]) -> list[str]:
-    """A message for each key that differs from its default although its technique is not used."""
+    """Writes a message for each key that was changed although its technique is not used."""
     defaults = Config()
     messages = []
     for technique in _techniques(config, degrees):
@@ -40,7 +40,7 @@ def unused_settings(config: Config, degrees: dict[str, int]) -> list[str]:
 
 
 def _techniques(config: Config, degrees: dict[str, int]) -> list[Technique]:
-    """Every technique with keys of its own, in the order of the messages."""
+    """Lists the techniques that have their own keys, in the order of the messages."""
     fsdp = needs_fsdp(config.parallel, num_processes(degrees))
     optimizer = config.optimizer
     stability = config.stability
@@ -54,7 +54,7 @@ def _techniques(config: Config, degrees: dict[str, int]) -> list[Technique]:
     muon_keys = " ".join(name for name in vars(optimizer) if name.startswith("muon_"))
     decay_keys = "decay decay_fraction"
     if config.schedule.decay_steps or config.schedule.decay_tokens:
-        decay_keys = "decay decay_steps decay_tokens"  # which have set the fraction to 0
+        decay_keys = "decay decay_steps decay_tokens"  # if set, decay_fraction is 0
     row = Technique
     return [
         row(degrees["pp"] > 1, "parallel.pp = 1", "parallel", pp_keys),

@@ -1,4 +1,4 @@
-"""`debug.deterministic`: two runs of one layout on the same devices give the same bits.
+"""`debug.deterministic`: makes two runs of one layout on the same devices bit-equal.
 
 What it is: torch then uses deterministic implementations, and raises an error for an operator that
 has none (torch.use_deterministic_algorithms). Some operators on GPUs add with atomic instructions,
@@ -11,8 +11,8 @@ Triton kernels of FlexAttention use no atomics. On a CPU all operators that a ru
 deterministic already, for the same number of threads. Not covered: another layout, batch division,
 GPU or version of torch, all of which change the order of sums.
 Why it is here: to show that a difference between two runs comes from a change, and not from chance.
-What it costs: on a GPU, the speed of the kernels that are not used; not measured. Also, torch fills
-memory that it allocates without a value, so that a read of such memory is found.
+What it costs: on a GPU, the kernels are slower than those that are not used; not measured. torch
+also fills memory that it allocates without a value, so that a read of such memory is noticed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ WORKSPACES = (":4096:8", ":16:8")  # the values for which cuBLAS documents repro
 
 
 def use_deterministic_operators() -> None:
-    """For this process.
+    """Sets deterministic operators for this process.
 
     Call it before anything runs on the GPU, since cuBLAS reads the environment once.
     """
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in WORKSPACES:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = WORKSPACES[0]
-    # An error, not a warning: some kernels check which of the two it is
+    # Errors, not warnings: some kernels check which of the two is set
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     logger.warning("debug.deterministic = true: on GPUs, slower kernels are used")

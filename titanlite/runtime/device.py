@@ -13,7 +13,7 @@ import torch
 
 from titanlite.runtime.errors import ConfigError
 
-# Of glibc's malloc.h
+# From glibc's malloc.h
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
 
@@ -33,7 +33,7 @@ def device_type(name: str) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What a person calls the device."""
+    """Returns the readable name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "mps":
@@ -42,16 +42,16 @@ def device_name(device: torch.device) -> str:
 
 
 def open_device(name: str) -> torch.device:
-    """The device of this process: the CPU, Apple's GPU, or the CUDA device whose index is its rank
-    on the node.
+    """Opens the device of this process: the CPU, Apple's GPU, or the CUDA device whose index is the
+    rank on the node.
     """
     kind = device_type(name)
     if kind != "cuda":
         keep_freed_memory()
         return torch.device(kind)
     index = int(os.environ.get("LOCAL_RANK", 0))
-    # Segments that can grow waste less memory between tensors of changing sizes. Read when CUDA
-    # allocates first.
+    # Segments that can grow waste less memory between tensors of changing sizes. CUDA reads the
+    # variable at its first allocation.
     chosen = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if not chosen and segments_can_grow():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -61,7 +61,7 @@ def open_device(name: str) -> torch.device:
 
 
 class FabricInfo(ctypes.Structure):
-    """nvmlGpuFabricInfo_v2_t of nvml.h."""
+    """The struct nvmlGpuFabricInfo_v2_t of nvml.h."""
 
     _fields_ = (
         ("version", ctypes.c_uint),
@@ -76,10 +76,10 @@ class FabricInfo(ctypes.Structure):
 def segments_can_grow() -> bool:
     """Whether torch can allocate in segments that can grow on every GPU of this host.
 
-    It needs the driver's management library, NVML. And torch 2.13 asks it how GPUs are connected,
-    at its first allocation, and stops if the answer is an error, as on GPUs before Hopper
-    (pytorch#186374, mended by pytorch#186375). The same question is asked here, without starting
-    CUDA. Of all GPUs, since CUDA_VISIBLE_DEVICES may give them other numbers than NVML does.
+    It needs the driver's management library, NVML. And at its first allocation torch 2.13 asks NVML
+    how GPUs are connected, and stops if the answer is an error, as on GPUs before Hopper
+    (pytorch#186374, fixed by pytorch#186375). This asks the same question without starting CUDA,
+    about all GPUs, since CUDA_VISIBLE_DEVICES may number them differently than NVML does.
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -116,6 +116,6 @@ def keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     chosen = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     if not chosen and hasattr(libc, "mallopt"):
-        # Large tensors too come from the heap, not from separate mappings
+        # Large tensors also come from the heap, not from separate mappings
         libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # the end of the heap is not returned either
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # never return the end of the heap

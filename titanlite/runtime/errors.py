@@ -1,4 +1,4 @@
-"""What a user's mistake raises, and how a training process tells its launcher why it ended.
+"""Errors for users' mistakes, and the exit codes that tell a launcher why a process ended.
 
 What it is: `ConfigError`, which every part of titanlite raises for wrong input, the exit codes of a
 training process, and the names of the environment variables between the launcher and its processes.
@@ -20,12 +20,12 @@ LAUNCHED = "TITANLITE_LAUNCHED"
 LISTENER = "TITANLITE_LISTENER"
 
 
-LONGEST = 2000  # characters of a problem
+LONGEST = 2000  # characters shown of a problem
 
 
 def printable(text: str) -> str:
-    """The text in one line; names from files could otherwise move the cursor or forge a message."""
-    if text.isprintable():  # as most are: without a look at each character
+    """Escapes a text to one line: names from files could move the cursor or forge a message."""
+    if text.isprintable():  # the common case, without a loop over characters
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -33,7 +33,7 @@ def printable(text: str) -> str:
 class ConfigError(ValueError):
     """The user's input is wrong.
 
-    Contains every problem found, one line each, cut where it is very long.
+    It contains every problem found, one line each; very long lines are cut.
     """
 
     def __init__(self, problems: str | list[str]) -> None:
@@ -49,8 +49,8 @@ class ConfigError(ValueError):
 
 
 def reason_of(error: Exception) -> str:
-    """What is wrong with a file, by an error that the use of its values raised; in a few words, and
-    without Python's name of the error.
+    """Describes what is wrong with a file, from the error that its values caused: a few words,
+    without the name of Python's exception.
     """
     text = str(error)[:200]
     if isinstance(error, KeyError):

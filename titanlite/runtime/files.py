@@ -1,4 +1,4 @@
-"""Files: read within limits, and written so that content and names survive a power failure."""
+"""Reads files within limits, and writes files so that they survive a power failure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 import secrets
 from pathlib import Path
 
-# What flock fails with where a file system has no locks: Lustre without its option flock, NFS
-# without its lock daemon
+# Errors of flock on file systems without locks: Lustre without its option flock, NFS without its
+# lock daemon
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def read_bounded(path: Path, most: int = 1 << 24) -> bytes:
-    """The content of a regular file.
+    """Reads a regular file.
 
     Raises OSError, also for pipes, devices and files of more than `most` bytes.
     """
@@ -38,8 +38,8 @@ def write_synced(path: Path, content: bytes) -> None:
 def replace_file(path: Path, content: bytes, shared: bool = False) -> None:
     """Writes a file under a temporary name, syncs and renames it, unless it has this content.
 
-    Errors name the path. `shared`: other processes may write it too, so each takes another
-    temporary name, which it leaves if it is killed.
+    Errors name the path. `shared`: other processes may write the file too, so each uses its own
+    temporary file, which a killed process leaves behind.
     """
     try:
         if path.is_file() and path.read_bytes() == content:
@@ -70,15 +70,15 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
     except OSError as error:
         error.filename = str(folder)
-        # The file system does not sync folders, or only permits to create files in this one.
+        # The file system does not sync folders, or this folder only permits creating files.
         if error.errno not in (errno.EINVAL, errno.EACCES):
             raise
 
 
 def make_folder(folder: Path) -> None:
-    """Creates a folder and the absent ones above it, each of them synced into its parent.
+    """Creates a folder and its missing parents, and syncs each new folder's parent.
 
-    It may exist already.
+    The folder may exist already.
     """
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)

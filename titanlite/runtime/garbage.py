@@ -1,4 +1,4 @@
-"""Python's garbage collection, on all ranks after the same steps.
+"""Runs Python's garbage collection on all ranks after the same steps.
 
 Why it is here: automatic collection starts when enough objects have been allocated, at a different
 time on each rank, and a pause of one rank makes all others wait in the next collective.
@@ -22,7 +22,7 @@ class GarbageCollection:
             gc.collect()
 
     def step(self, step: int) -> None:
-        """Call it after each step."""
+        """Collects if it is time; call it after each step."""
         if self.freq == 0:
             return
         mark_phase(Phase.COLLECT_GARBAGE)
@@ -35,6 +35,6 @@ class GarbageCollection:
             gc.collect(1)
 
     def close(self) -> None:
-        """Automatic collection again."""
+        """Restores automatic collection."""
         gc.unfreeze()
         gc.enable()

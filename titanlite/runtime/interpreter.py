@@ -1,4 +1,4 @@
-"""What a Python process of ours can import: no module from the current folder.
+"""Keeps our Python processes from importing modules from the current folder.
 
 What it is: Python puts the current folder first in sys.path for `python -m` and `python -c`, and so
 for the processes that multiprocessing starts. An empty entry in PYTHONPATH means the current folder
@@ -19,7 +19,7 @@ import os
 import site
 import sys
 
-TYPE_CHECKING = False  # not from typing, which is not loaded yet
+TYPE_CHECKING = False  # `typing` is not loaded yet
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import TypeVar
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 HAS_SAFE_PATH = sys.version_info >= (3, 11)
-# The folder with `titanlite`
+# The folder that contains `titanlite`
 PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
@@ -35,14 +35,14 @@ def leave_out_current_folder() -> None:
     """Takes the current folder out of this process's sys.path, unless PYTHONPATH names it, and out
     of its children's.
 
-    Called once by a process that is a command of ours. A program that only imports titanlite keeps
-    its sys.path.
+    Each process that runs a command of ours calls it once. A program that only imports titanlite
+    keeps its sys.path.
     """
     variable = os.environ.get("PYTHONPATH", "")
     named = _named(variable)
     try:
         current = ("", os.getcwd())
-    except FileNotFoundError:  # it was deleted
+    except FileNotFoundError:  # the current folder was deleted
         current = ("", "")
     if not getattr(sys.flags, "safe_path", sys.flags.isolated) and sys.path[0] in (
         *current,
@@ -57,7 +57,7 @@ def leave_out_current_folder() -> None:
 
 
 def environment(inherited: "Mapping[str, str]" = os.environ) -> dict[str, str]:
-    """Variables for a Python process that imports titanlite, beside those that it inherits."""
+    """Builds the environment of a Python process that imports titanlite."""
     named = _named(inherited.get("PYTHONPATH", ""))
     # a clone that is not installed
     if PACKAGES not in (*named, *site.getsitepackages(), site.getusersitepackages()):
@@ -66,18 +66,18 @@ def environment(inherited: "Mapping[str, str]" = os.environ) -> dict[str, str]:
 
 
 def _named(variable: str) -> list[str]:
-    """The folders in PYTHONPATH as absolute paths, without empty entries."""
+    """Lists the folders in PYTHONPATH as absolute paths, without empty entries."""
     return [os.path.abspath(entry) for entry in variable.split(os.pathsep) if entry]
 
 
 def without_package(name: str) -> str:
-    """The error of an interpreter that lacks a package that titanlite needs."""
+    """Writes the error for an interpreter that lacks a package that titanlite needs."""
     expected = "expected Python 3.10 or later with the packages of requirements.txt"
     return f"{sys.executable}: it has no package {name}; {expected}"
 
 
 def python(code: str, *arguments: object) -> list[str]:
-    """The command that runs code in a new interpreter. It starts with sys.path as it should be."""
+    """Builds the command that runs code in a new interpreter, with a clean sys.path."""
     return [
         sys.executable,
         "-c",
@@ -87,8 +87,8 @@ def python(code: str, *arguments: object) -> list[str]:
 
 
 def call(function: "Callable[..., object]", *arguments: object) -> list[str]:
-    """The command that calls a function of a module with these arguments, as text, and exits with
-    what it returns.
+    """Builds the command that calls a module's function with these arguments, as text, and exits
+    with what it returns.
     """
     name = function.__name__
     return python(
@@ -97,7 +97,7 @@ def call(function: "Callable[..., object]", *arguments: object) -> list[str]:
 
 
 def in_root_folder(function: "Callable[[], T]") -> "T":
-    """What the function returns.
+    """Calls a function while / is the current folder, and returns its result.
 
     Processes that it starts have / as their current folder, where nobody puts modules.
     """

@@ -1,10 +1,10 @@
-"""Phases of a run: what the main thread is doing, for the watchdog and for the times of a step.
+"""Phases of a run: the main thread's current activity, for the watchdog and for step times.
 
 What it is: components call `mark_phase` where a phase begins; it lasts until the next mark. The
 watchdog listens to tell progress from a hang, and names the phase in its message. Step times listen
 to book the time between two marks to a part of the step.
-Why it is here: all that depends on a phase stands in one table, so that a reworded text changes no
-column of metrics.jsonl, and a phase that is in no table does not exist.
+Why it is here: all properties of a phase are in one table, so a reworded text changes no column of
+metrics.jsonl, and no phase can lack a property.
 What it costs: a call per listener and mark, under a microsecond on CPU.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
-# The first line divides a step, the second is beside the steps
+# First line: parts of a step; second line: outside of steps
 Part: TypeAlias = Literal[
     "data", "forward", "backward", "communication", "optimizer", "other",
     "validation", "checkpoint", "pause",
@@ -32,14 +32,14 @@ class Traits(NamedTuple):
 
 
 class Phase(Enum):
-    """All phases.
+    """All phases, with their properties.
 
-    text: what messages call it.
+    text: its name in messages.
     part: the part of a step to which its time is booked.
     in_step: it belongs to a training step, and has the shorter time-out of steps.
     on_host: it does not wait for a GPU, so CPU time means progress.
-    times_only: the watchdog does not count it. All ranks must mark the same phases in the same
-    order, because the hang diagnosis counts them, except for those with `times_only`.
+    times_only: the watchdog does not count it. The hang diagnosis counts all other phases, so all
+    ranks must mark them in the same order.
     """
 
     # Set-up
@@ -50,12 +50,12 @@ class Phase(Enum):
     # A step
     READ_DATA = Traits("reading data", "data", in_step=True)
     FORWARD_BACKWARD = Traits("forward and backward", "forward", in_step=True)
-    FORWARD = Traits("forward", "forward", times_only=True)  # of a microbatch of a pipeline
+    FORWARD = Traits("forward", "forward", times_only=True)  # a pipeline's microbatch
     BACKWARD = Traits("backward", "backward", times_only=True)
     WAIT_FOR_STAGING = Traits("waiting for the copy of the state")
     UPDATE = Traits("update", "optimizer", in_step=True)
     COLLECT_GARBAGE = Traits("garbage collection", in_step=True, on_host=True)
-    START_TIMING = Traits("start of timing", times_only=True)  # the previous steps are logged
+    START_TIMING = Traits("start of timing", times_only=True)  # previous steps are logged
 
     # Between steps
     PAUSE = Traits("pause", "pause", times_only=True)  # until validation or saving begins
@@ -89,10 +89,10 @@ def mark_phase(phase: Phase) -> None:
 
 
 def add_listener(listener: Listener) -> None:
-    """Has `mark_phase` call `listener` with each phase, until it is removed."""
+    """Makes `mark_phase` call `listener` with each phase, until it is removed."""
     listeners.append(listener)
 
 
 def remove_listener(listener: Listener) -> None:
-    """Raises ValueError if it does not listen."""
+    """Removes a listener. Raises ValueError if it was not added."""
     listeners.remove(listener)

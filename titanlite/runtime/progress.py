@@ -1,4 +1,4 @@
-"""Progress of long jobs: a tqdm bar on a terminal; elsewhere a line per quarter, and per minute.
+"""Shows the progress of long jobs: a tqdm bar on a terminal, else a line per quarter and minute.
 
 What it is: one style for preparing data, converting, comparing and verifying. It writes to stderr,
 so standard output stays a command's result. Jobs of less than a second show nothing.
@@ -14,15 +14,15 @@ from typing import Any
 
 
 def progress_bar(total: int | None, description: str, unit: str = "B") -> Any:
-    """A tqdm bar up to `total`, to be used in a `with`; any thread calls `update(n)` after every n
-    units.
+    """Builds a tqdm bar up to `total`, for use in a `with`; any thread calls `update(n)` after
+    every n units.
 
-    None: a total that is not known, so that neither share nor remaining time are shown.
+    With `total` None, neither share nor remaining time is shown.
     """
     from tqdm import tqdm
 
     class Bar(tqdm):
-        monitor_interval = 0  # no thread that redraws a bar which does not advance
+        monitor_interval = 0  # no thread to redraw a bar that does not advance
         quarters = 0
         printed = time.monotonic()
 
@@ -41,10 +41,10 @@ def progress_bar(total: int | None, description: str, unit: str = "B") -> Any:
                 print(self, file=sys.stderr)  # log files get lines, not redraws
 
         def close(self) -> None:
-            if sys.stderr.isatty():  # clears the line
+            if sys.stderr.isatty():  # clear the line
                 super().close()
 
-    Bar.set_lock(threading.RLock())  # tqdm's default is a lock between processes
+    Bar.set_lock(threading.RLock())  # instead of tqdm's lock between processes
     return Bar(
         total=total,
         desc=description,

@@ -1,11 +1,11 @@
-"""JSON files of ours as values of declared types: a file is checked once, where it is read, and
-never by its use.
+"""Converts JSON files of ours to values of declared types: each file is checked once, where it is
+read.
 
 What it is: `typed(kind, value)` makes a dataclass, NamedTuple (from an array), TypedDict, list,
 tuple or dict of what `json.loads` returned. The annotations say what is valid: `Annotated[int,
 range(...)]` gives bounds, and `Annotated[str, re.compile(...)]` a pattern of the whole text.
 Why it is here: the file may be damaged, cut, or of another version. A value of another type would
-fail anywhere later, far from the file, and a number beyond its bounds would never end a loop.
+fail somewhere later, far from the file, and a number out of bounds could make a loop endless.
 Why not a library: pydantic or msgspec would be a dependency of the core, for five small files.
 What it costs: about a microsecond per value.
 """
@@ -20,13 +20,13 @@ import typing
 from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
-LARGEST = 1 << 63  # below it is every integer of a file
+LARGEST = 1 << 63  # every integer of a file is below it
 Count: TypeAlias = Annotated[int, range(1 << 62)]
 Sha256: TypeAlias = Annotated[str, re.compile("[0-9a-f]{64}")]
 
 
 def typed(kind: type[T], value: object) -> T:
-    """The value as `kind`.
+    """Converts a value to `kind`.
 
     Raises ValueError with the place, what is expected there and what was found.
     """
@@ -67,7 +67,7 @@ def _typed(kind: Any, value: object, where: str) -> Any:
 
 
 def _members(kind: type, values: dict[str, object], where: str) -> dict[str, Any]:
-    """The members of a class. Those with a default may be absent."""
+    """Converts the members of a class. Those with a default may be absent."""
     hints = _hints(kind)
     unknown = sorted(values.keys() - hints.keys())
     if unknown:
@@ -84,7 +84,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 @functools.cache
-def _required(kind: Any) -> list[str]:  # of NamedTuples, TypedDicts and dataclasses
+def _required(kind: Any) -> list[str]:  # for NamedTuples, TypedDicts and dataclasses
     if hasattr(kind, "_fields"):
         return [name for name in kind._fields if name not in kind._field_defaults]
     if not dataclasses.is_dataclass(kind):
@@ -97,9 +97,9 @@ def _required(kind: Any) -> list[str]:  # of NamedTuples, TypedDicts and datacla
 
 
 def _expect(kind: type, value: object, where: str) -> Any:
-    """The value, if it is of this very type.
+    """Returns the value if it is of exactly this type.
 
-    A float may be written as an integer; a boolean is no number.
+    A float may be written as an integer; a boolean is not a number.
     """
     place = where.lstrip(".") or "the file"
     allowed = (int, float) if kind is float else (kind,)

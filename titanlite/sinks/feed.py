@@ -1,10 +1,10 @@
 """Copies metrics.jsonl to TensorBoard, W&B and MLflow while the run trains.
 
 What it is: for each sink a thread of rank 0 that follows metrics.jsonl, as `tail -f` does, and
-sends its rows. The file is the queue: nothing is kept in memory, training never waits, and what
-could not be sent is in the file. When a sink is opened, at the start and after each failure, it
-reports the last step that it has of each metric, and gets the rows after it. So it has every step
-once and in order, also the rows that were not sent when the run was killed.
+sends its rows. The file is the queue: nothing is kept in memory, training never waits, and unsent
+rows are in the file. When a sink is opened, at the start and after each failure, it reports the
+last step that it has of each metric, and gets the rows after it. So it gets every step once and in
+order, even rows that were unsent when the run was killed.
 A failing sink is reported once, then tried again after 1, 2, 4, ... up to 60 seconds. The end of
 the run waits for rows that are still being sent, not for a sink without progress; what is left is
 sent by the next start of the same run.
@@ -35,23 +35,23 @@ from titanlite.sinks.metric_names import Scalars, scalars
 from titanlite.sinks.provenance import provenance
 
 logger = logging.getLogger("titanlite")
-PATIENCE = 15.0  # seconds without progress, for which the end of the run waits
-# Seconds between two looks at the file, and at most between two attempts
+PATIENCE = 15.0  # seconds without progress after which the end of the run waits no longer
+# Seconds between two reads of the file, and at most between two attempts
 PERIOD = 1.0
 LONGEST_PAUSE = 60.0
 
 
 class Sink(Protocol):
-    """What a thread needs of a sink.
+    """The methods that a thread calls on a sink.
 
     Every method may raise; `open` is then called again, without `close`.
     """
 
     def open(self) -> defaultdict[str, int]:
-        """Makes it ready to receive rows; the last step that it has of each metric."""
+        """Opens the sink; returns the last step that it has of each metric."""
 
     def metric_name(self, name: str) -> str:
-        """The name as the sink allows it."""
+        """Converts a metric's name to one that the sink allows."""
 
     def send(self, rows: list[Scalars]) -> None: ...
 
@@ -62,11 +62,11 @@ class Feed(threading.Thread):
     """Copies the rows of a metrics file to one sink until it is stopped."""
 
     def __init__(self, name: str, sink: Sink, path: Path) -> None:
-        super().__init__(name=f"sink {name}", daemon=True)  # the process ends without it
+        super().__init__(name=f"sink {name}", daemon=True)  # does not keep the process alive
         self.sink_name = name
         self.sink = sink
         self.path = path
-        self.reader: RowReader | None = None  # None: the sink is to be opened
+        self.reader: RowReader | None = None  # None: open the sink first
         self.sent = 0  # bytes of the file whose rows the sink has
         self.complete = False
         self._last: defaultdict[str, int] = defaultdict(int)
@@ -120,7 +120,7 @@ class Feed(threading.Thread):
                 return
 
     def _new(self, row: dict[str, Any]) -> Scalars:
-        """The values of a row whose step is after the last one that the sink has of the metric."""
+        """Selects the values of a row that are newer than the sink's last step of their metric."""
         step = row["step"]
         values = {}
         for name, value in scalars(row).items():
@@ -131,7 +131,7 @@ class Feed(threading.Thread):
         return Scalars(step, row.get("time", time.time()), values)
 
     def _report(self, error: BaseException) -> None:
-        """Warns of the first failure in a row."""
+        """Warns of the first of several failures in a row."""
         self._failures += 1
         if self._failures == 1:
             text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -141,7 +141,7 @@ class Feed(threading.Thread):
             )
 
     def unsent(self) -> int:
-        """How many rows of the file the sink may not have; 0 if the file cannot be read."""
+        """Counts the rows of the file that the sink may lack; 0 if the file cannot be read."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.sent)
@@ -151,8 +151,8 @@ class Feed(threading.Thread):
 
 
 class Sinks:
-    """A context manager that all ranks enter and leave together; rank 0 copies metrics.jsonl within
-    it. Without `metrics.sinks` it does nothing.
+    """A context that all ranks enter and leave together; inside it, rank 0 copies metrics.jsonl.
+    Without `metrics.sinks` it does nothing.
     """
 
     def __init__(
@@ -162,20 +162,20 @@ class Sinks:
         degrees: dict[str, int],
         settings: dict[str, dict[str, Any]],
     ) -> None:
-        """`folder`: of the run, with config.toml; `degrees` of its layout; `settings`: section ->
-        key -> value.
+        """`folder`: the run's folder, with config.toml; `degrees`: the layout's; `settings`:
+        section -> key -> value.
         """
         self.config = config
         self.folder = folder
         self.degrees = degrees
         self.settings = settings
-        # The watchdog must not take the last wait for a hang.
+        # Half of the watchdog's time-out, so that it does not take the last wait for a hang.
         self.patience = settings["comm"]["timeout_seconds"] / 2
         self.feeds: list[Feed] = []
 
     def __enter__(self) -> Sinks:
-        """Raises ConfigError, on all ranks, if the library of a sink is not installed or cannot be
-        imported.
+        """Starts the threads. Raises ConfigError, on all ranks, if the library of a sink is not
+        installed or cannot be imported.
         """
         if self.config.sinks:
             mark_phase(Phase.IMPORT_SINKS)
@@ -186,7 +186,7 @@ class Sinks:
         require_installed(self.config.sinks)
         try:
             origin = provenance(self.folder, self.degrees, self.settings)
-        except Exception as error:  # on this rank alone, while the others wait
+        except Exception as error:  # only on this rank, while others wait
             raise ConfigError(f"metrics.sinks: {self.folder / 'config.toml'}: {error}") from None
         for name in self.config.sinks:
             try:
@@ -194,7 +194,7 @@ class Sinks:
             except ConfigError:
                 raise
             except Exception as error:
-                # Of an import: two packages whose versions do not fit, for example
+                # For example an import fails because the versions of two packages do not fit
                 text = f"{type(error).__name__}: {error}"
                 raise ConfigError(f"metrics.sinks: {name} cannot be imported: {text}") from None
             self.feeds.append(Feed(name, sink, self.folder / "metrics.jsonl"))
@@ -230,7 +230,7 @@ class Sinks:
 
 
 def read_run_id(folder: Path) -> str:
-    """The identifier of the run in W&B and MLflow; made when the run starts for the first time.
+    """Reads the run's identifier in W&B and MLflow; creates it at the run's first start.
 
     Raises ConfigError.
     """
@@ -238,7 +238,7 @@ def read_run_id(folder: Path) -> str:
     if not path.exists():
         replace_file(path, secrets.token_hex(8).encode())
     run_id = read_bounded(path, 100).decode("ascii", "replace").strip()
-    # It becomes a part of names of folders, which are deleted
+    # The id becomes a part of names of folders that are deleted, so it must be harmless
     if not re.fullmatch("[0-9a-f]{16}", run_id):
         raise ConfigError(
             f"{path}: expected 16 hexadecimal digits; delete it to begin new runs in W&B and MLflow"
@@ -247,9 +247,9 @@ def read_run_id(folder: Path) -> str:
 
 
 def build_sink(name: str, config: MetricsConfig, folder: Path, run_id: str, origin: Any) -> Sink:
-    """The sink of this name.
+    """Builds the sink of this name.
 
-    Its library is imported here, in the main thread: an import slows other threads down.
+    Its library is imported here, in the main thread, because an import slows other threads down.
     """
     if name == "tensorboard":
         from titanlite.sinks.tensorboard_sink import TensorBoardSink

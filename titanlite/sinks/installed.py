@@ -1,5 +1,5 @@
-"""Whether the libraries of `metrics.sinks` are installed. Imports no torch: the launcher checks
-before torch is loaded.
+"""Checks whether the libraries of `metrics.sinks` are installed. Imports no torch: the launcher
+checks before torch is loaded.
 
 Each is an extra of the package, because a run that writes metrics.jsonl alone needs none of them.
 """

@@ -37,15 +37,15 @@ class Scalars(NamedTuple):
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a row of metrics.jsonl by their names in the sinks.
+    """Collects the numbers of a row of metrics.jsonl by their names in the sinks.
 
-    Null, which JSON has for NaN, is left out.
+    Null, which stands for NaN, is left out.
     """
     losses = [
         row[name] for name in row if name.startswith("validation/") and name.endswith("/loss")
     ]
     if len(losses) == 1:
-        # Of a single set; of several the row has the mean
+        # With a single source, its loss; with several, the row has the mean
         row = {**row, "validation/loss": losses[0]}
     return {
         TORCHTITAN.get(name, name): value

@@ -1,13 +1,13 @@
 """MLflow: a run on a tracking server, or in the file mlflow.db beside the run folders.
 
-What it is: the client of MLflow. The server is asked for the last step of each metric that it has,
-at the start and after each failure, and gets what is missing. So it has every step once, whatever
-was lost or sent twice. MLflow cannot delete values: a step that is trained again after a kill or a
-rollback keeps its first ones.
+What it is: the client of MLflow. At the start and after each failure it asks the server for the
+last step of each metric, and sends what is missing. So the server has every step once, whatever was
+lost or sent twice. MLflow cannot delete values: a step that is trained again after a kill or a
+rollback keeps its first values.
 What it costs: one request per second at most, with up to a thousand values.
 
 The run is found by a tag, not by MLflow's id, which would be lost if the process ended before the
-id was written down. If MLFLOW_RUN_ID names a run of this server, as under `titanlite.launch` within
+id was recorded. If MLFLOW_RUN_ID names a run of this server, as under `titanlite.launch` within
 a run of MLflow, it is the parent: the run is created in its experiment, and MLflow shows it below
 its parent.
 """
@@ -21,9 +21,9 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-# Read when mlflow is imported. Its usage statistics go to a server of its makers. A failed request
-# is repeated by sinks.py, which reports it; MLflow would be silent for minutes. What the user has
-# set is kept.
+# mlflow reads these when it is imported: it then sends no usage statistics to its makers, and does
+# not repeat a failed request silently for minutes, because feed.py repeats and reports it. Values
+# that the user has set are kept.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
@@ -38,7 +38,7 @@ from titanlite.sinks.metric_names import Scalars
 from titanlite.sinks.provenance import Provenance
 
 logger = logging.getLogger("titanlite")
-# MLflow's limits: metrics and parameters of a request, and characters of a parameter
+# MLflow's limits: metrics and parameters per request, and characters per parameter
 MOST = 1000
 MOST_PARAMETERS = 100
 LONGEST = 6000
@@ -62,7 +62,7 @@ class MlflowSink:
         self.origin = origin
 
     def open(self) -> defaultdict[str, int]:
-        """Finds the run or creates it. Returns the last step of each metric that it has."""
+        """Finds or creates the run. Returns the last step of each metric that it has."""
         self.client = MlflowClient(self.uri)
         parent = self._parent()
         tags = {TAG: self.tag}
@@ -77,7 +77,7 @@ class MlflowSink:
             run = runs[0]
             self.run: str = run.info.run_id
             self.client.update_run(self.run, status="RUNNING")
-            if parent is not None:  # the run may have been started below another one before
+            if parent is not None:  # the run may have had another parent before
                 self.client.set_tag(self.run, PARENT, parent.info.run_id)
         else:
             run = self.client.create_run(experiment, run_name=self.origin.name, tags=tags)
@@ -87,7 +87,7 @@ class MlflowSink:
         return defaultdict(lambda: -1, last_steps)
 
     def _parent(self) -> Run | None:
-        """The run that MLFLOW_RUN_ID names; None without one, or if it is on another server."""
+        """Finds the run that MLFLOW_RUN_ID names; None without one or if this server lacks it."""
         name = os.environ.get("MLFLOW_RUN_ID")
         if not name:
             return None
@@ -102,16 +102,16 @@ class MlflowSink:
             return None
 
     def _experiment(self) -> str:
-        """The id of the experiment, which is created if there is none of this name."""
+        """Returns the id of the experiment; creates it if there is none of this name."""
         experiment = self.client.get_experiment_by_name(self.experiment)
         if experiment is not None:
             return str(experiment.experiment_id)
-        # A server decides where files are; without a server MLflow would put them into the working
-        # folder.
+        # A server decides where files are stored; without one, MLflow would store them in the
+        # working folder.
         return str(self.client.create_experiment(self.experiment, artifact_location=self.artifacts))
 
     def _attach(self, known: dict[str, str]) -> None:
-        """Settings, code version and environment.
+        """Attaches settings, code version and environment.
 
         A parameter cannot change later; the file config.toml can.
         """
@@ -132,12 +132,12 @@ class MlflowSink:
         )
         try:
             self.client.log_text(self.run, self.origin.toml, "config.toml")
-        except Exception as error:  # a server may have no place for files; the metrics need none
+        except Exception as error:  # a server may have no file storage; metrics need none
             logger.warning("metrics.sinks: mlflow: config.toml could not be attached: %s", error)
 
     @staticmethod
     def metric_name(name: str) -> str:
-        """MLflow refuses brackets and percent signs: throughput_tps, mfu_percent."""
+        """Replaces brackets and percent signs, which MLflow refuses, as in throughput_tps."""
         return re.sub(r"[^\w./ -]+", "_", name.replace("%", "percent")).strip("_")
 
     def send(self, rows: list[Scalars]) -> None:

@@ -1,4 +1,4 @@
-"""Where the numbers of a run come from: its settings, the version of the code, and the environment.
+"""The provenance of a run's numbers: its settings, the version of the code, the environment.
 
 What it is: what the sinks attach to a run, so that runs in a dashboard can be compared. It has no
 host or user name, no variables of the environment, and no paths but those in the configuration.
@@ -23,12 +23,12 @@ from titanlite.runtime.device import device_name, device_type
 
 PACKAGE = Path(__file__).parents[1]
 PASSWORD = re.compile(r"//[^/@\s\"]+@")
-GIT_SECONDS = 10  # a checkout on a slow network file system gets no more
+GIT_SECONDS = 10  # time-out for git, for example on a slow network file system
 
 
 class Provenance(NamedTuple):
-    name: str  # of the run
-    toml: str  # its config.toml
+    name: str  # the run's name
+    toml: str  # content of its config.toml
     settings: dict[str, Any]  # section.key -> value
     facts: dict[str, str]  # code version and environment
 
@@ -36,9 +36,9 @@ class Provenance(NamedTuple):
 def provenance(
     folder: Path, degrees: dict[str, int], settings: dict[str, dict[str, Any]]
 ) -> Provenance:
-    """That of the run in `folder`.
+    """Collects the provenance of the run in `folder`.
 
-    `settings`: section -> key -> value; `degrees`: of the layout.
+    `settings`: section -> key -> value; `degrees`: the layout's.
     """
     flat = {}
     for section, keys in settings.items():
@@ -57,22 +57,22 @@ def provenance(
 
 
 def _clean(value: Any) -> Any:
-    """A text without the user names and passwords of URLs; other values as they are."""
+    """Removes user names and passwords of URLs from a text; returns other values unchanged."""
     if isinstance(value, str):
         return PASSWORD.sub("//***@", value)
     return value
 
 
 def code_version(package: Path = PACKAGE) -> dict[str, str]:
-    """The installed version; in a git checkout also the commit, and whether files have changed."""
+    """Finds the installed version; in a git checkout also the commit, and whether files changed."""
     try:
         version = importlib.metadata.version("titanlite")
     except importlib.metadata.PackageNotFoundError:  # a clone that is not installed
         version = "unknown"
     installed = {"site-packages", "dist-packages"} & set(package.parts)
     if installed or _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
-        # Not a checkout of titanlite. An environment may be inside that of another project, whose
-        # .git/config may name programs that git runs.
+        # Not a checkout of titanlite. The package may lie inside another project's checkout, whose
+        # .git/config may name programs that git would run.
         return {"titanlite": version}
     commit = _git(package, "rev-parse", "HEAD")
     changed = "yes"
@@ -86,9 +86,9 @@ def code_version(package: Path = PACKAGE) -> dict[str, str]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """The output of git in a folder; None if it fails or is not installed."""
+    """Returns the output of git in a folder; None if it fails or is not installed."""
     command = ["git", "-C", str(folder), *arguments]
-    quiet = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # writes nothing, not even its index
+    quiet = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # git then writes nothing, not even its index
     try:
         result = subprocess.run(
             command, env=quiet, capture_output=True, text=True, timeout=GIT_SECONDS, check=True

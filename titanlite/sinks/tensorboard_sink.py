@@ -2,7 +2,7 @@
 
 What it is: one event file, which is written anew from metrics.jsonl at each start of the run,
 because an event file cannot be shortened to the step from which a run resumes. It begins with a
-mark at which a TensorBoard that is running drops what it had read before. Values have the 32 bits
+mark at which a running TensorBoard drops what it has read before. Values have the 32 bits
 of TensorBoard's scalars; metrics.jsonl has all digits.
 What it costs: about 60 bytes per value.
 """
@@ -19,7 +19,7 @@ from titanlite.sinks.provenance import Provenance
 
 
 class TensorBoardSink:
-    """Event files in a folder that has no others."""
+    """Writes event files in a folder that has no others."""
 
     def __init__(self, folder: Path, origin: Provenance) -> None:
         self.folder = folder
@@ -27,10 +27,8 @@ class TensorBoardSink:
         self.writer: SummaryWriter | None = None
 
     def open(self) -> defaultdict[str, int]:
-        """Deletes the event files of earlier attempts, and begins a new one: it has no step of any
-        metric.
-        """
-        if self.writer is not None:  # writing has failed: its thread has ended, or ends now
+        """Deletes the event files of earlier attempts, and starts a new one, without any steps."""
+        if self.writer is not None:  # writing has failed, and its thread has ended or ends now
             failed = self.writer
             self.writer = None
             failed.close()
@@ -49,7 +47,7 @@ class TensorBoardSink:
         return name
 
     def send(self, rows: list[Scalars]) -> None:
-        """Writes the values to the disk."""
+        """Writes the values to disk."""
         assert self.writer is not None
         for step, time, values in rows:
             for name, value in values.items():
@@ -57,7 +55,7 @@ class TensorBoardSink:
         self.writer.flush()
 
     def close(self, failed: bool) -> None:
-        """Ends the file."""
+        """Closes the file."""
         assert self.writer is not None
         self.writer.close()
         self.writer = None

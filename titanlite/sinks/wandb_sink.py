@@ -20,7 +20,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-# Of errors in W&B's own code; read when it is imported
+# W&B would report errors in its own code; it reads this when it is imported
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
 import wandb
@@ -33,7 +33,7 @@ OLDER_MODES = {"dryrun": "offline", "run": "online"}  # W&B's former names
 
 
 class WandbSink:
-    """The run `run_id` of a project."""
+    """Writes to the run `run_id` of a project."""
 
     def __init__(
         self, config: MetricsConfig, folder: Path, run_id: str, origin: Provenance
@@ -49,8 +49,8 @@ class WandbSink:
         self.run: Any = None
 
     def open(self) -> defaultdict[str, int]:
-        """Begins the run, or resumes it. Returns the last step that W&B has."""
-        if self.run is not None:  # an earlier attempt, after which sending has failed
+        """Starts or resumes the run. Returns the last step that W&B has."""
+        if self.run is not None:  # from an earlier attempt, whose sending has failed
             self.close(False)
         if self.mode == "offline":
             for path in self.folder.glob(f"wandb/offline-run-*-{self.run_id}"):
@@ -63,7 +63,7 @@ class WandbSink:
             disable_git=True,
             disable_code=True,
             save_code=False,
-            x_disable_meta=True,  # the command line, which may contain a password, and paths
+            x_disable_meta=True,  # omits the command line, which may contain a password, and paths
             x_save_requirements=False,
             host=self.origin.name,
             init_timeout=60,
@@ -92,14 +92,14 @@ class WandbSink:
         return name
 
     def send(self, rows: list[Scalars]) -> None:
-        """Hands the values to W&B's process. Rows of the same step become one."""
+        """Passes the values to W&B's process. Rows of the same step become one."""
         for step, time, values in rows:
             self.run.log({**values, "_timestamp": time}, step=step)
 
     def close(self, failed: bool) -> None:
         """Ends the run, and waits until it is uploaded or its file is complete."""
-        # Also if this fails: the next attempt begins a new one
+        # Forget the run first: if finishing fails, the next attempt starts a new one
         ending = self.run
         self.run = None
         ending.finish(exit_code=int(failed))
-        wandb.teardown()  # finish() returns before W&B's process has written the end of the file
+        wandb.teardown()  # finish() returns before W&B's process has written the file's end
