@@ -47,7 +47,6 @@ MARKS = {
     "test_contributing.py": "formats",
     "test_fuzz.py": "formats",
     "test_gpu_script.py": "faults",
-    "test_lectures.py": "formats",
     "test_one_step.py": "parity",
     "test_orchestrators.py": "faults",
     "test_pictures.py": "formats",

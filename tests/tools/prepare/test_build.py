@@ -229,7 +229,7 @@ def test_another_job_in_the_same_folder_is_refused(tmp_path, source, monkeypatch
 
 @pytest.mark.parametrize("options", [[], ["--drop-duplicates"]])
 def test_a_file_that_changes_meanwhile_is_named(tmp_path, source, monkeypatch, options):
-    """Of two rows that change places, neither the number nor the size differs."""
+    """Two rows change places, so that neither their number nor the size of the file differs."""
     original = build_module.run_parts
 
     def change(*arguments):
@@ -447,7 +447,8 @@ def of_interrupted(name: str, stage: str = "finish") -> Reader:
     """The reader of a file of an interrupted preparation."""
     kind = "text" if name.endswith(".json") else "bytes"
     prepare = functools.partial(prepare_interrupted, name=name, stage=stage)
-    return Reader(kind, prepare, functools.partial(read_interrupted, name))
+    read = functools.partial(read_interrupted, name)
+    return Reader(kind, prepare, read, names_files=name == "job.json")
 
 
 FUZZED = {

@@ -130,7 +130,7 @@ def test_training_reads_what_prepare_makes_of_the_same_texts(tmp_path):
     found = documents_of(read)
     assert len(found) == len(pages)
     kept = {tuple(document) for document in found}
-    # Of the two similar pages one is left, either of them
+    # One of the two similar pages is left, either of them
     is_near = (TOKENIZER.bos, *TOKENIZER.encode(near), TOKENIZER.eos) in kept
     texts = [near if is_near and text == pages[20] else text for text in pages]
     write_rows(tmp_path / "same.jsonl", texts)

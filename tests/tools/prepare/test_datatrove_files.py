@@ -208,14 +208,10 @@ def test_wide_ids_of_datatrove(tmp_path):
     assert read(tmp_path / "a.ds") == DOCUMENTS
 
 
-def three_files(folder: Path, name: str) -> list[bytes]:
-    """Files with 16 and with 32 bits per id, and with what datatrove's tokenizers may add."""
-    samples = []
-    documents = [[1, 2, 3], [270, 4, 5, 271], [6] * 20, [], [7, 271]]
-    for dtype in ("<u4", "<u2"):
-        write_datatrove(folder / "ids.ds", documents, dtype)
-        samples.append((folder / name).read_bytes())
-    return samples
+def three_files(folder: Path, name: str, dtype: str) -> list[bytes]:
+    """Writes ids and what datatrove's tokenizers may add; returns the file `name`."""
+    write_datatrove(folder / "ids.ds", [[1, 2, 3], [270, 4, 5, 271], [6] * 20, [], [7, 271]], dtype)
+    return [(folder / name).read_bytes()]
 
 
 def read_ids_with(name: str, folder: Path, data: bytes) -> None:
@@ -224,11 +220,14 @@ def read_ids_with(name: str, folder: Path, data: bytes) -> None:
     build_data(Source(str(folder / "ids.ds")), folder / "made")
 
 
+def one_of_three(kind: str, name: str, dtype: str = "<u2") -> Reader:
+    prepare = functools.partial(three_files, name=name, dtype=dtype)
+    return Reader(kind, prepare, functools.partial(read_ids_with, name))
+
+
 FUZZED = {
-    f"datatrove {name}": Reader(
-        "text" if name.endswith("metadata") else "bytes",
-        functools.partial(three_files, name=name),
-        functools.partial(read_ids_with, name),
-    )
-    for name in ("ids.ds", "ids.ds.index", "ids.ds.metadata")
+    "datatrove ids": one_of_three("bytes", "ids.ds"),
+    "datatrove ids, 32 bits": one_of_three("bytes", "ids.ds", "<u4"),
+    "datatrove index": one_of_three("bytes", "ids.ds.index"),
+    "datatrove metadata": one_of_three("text", "ids.ds.metadata"),
 }

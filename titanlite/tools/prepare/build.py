@@ -120,7 +120,7 @@ def build(
         if job.has_known_size:
             size = f"{len(job.files)} files, {job.bytes / 1e6:.1f} MB"
         log(f"preparing {job.name}: {size} from {', '.join(job.roots)}")
-        for path in work.glob(f"*{TEMPORARY}*"):  # of a process that was killed
+        for path in work.glob(f"*{TEMPORARY}*"):  # a killed process has left them
             path.unlink(missing_ok=True)
         if not (work / MANIFEST).exists():
             _make_parts(job, work, tokenizer, options, log)

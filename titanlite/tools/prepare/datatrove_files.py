@@ -26,7 +26,7 @@ from titanlite.tools.prepare.documents import Document
 from titanlite.tools.prepare.job import File
 from titanlite.tools.prepare.token_files import BLOCK, DOCUMENTS, Ids, Layout, read_ids
 
-END = np.dtype("<u8")  # of a document: the number of ids up to there
+END = np.dtype("<u8")  # where a document ends: the number of ids up to there
 WIDTHS = (2, 4)  # bytes of an id
 MOST_METADATA = 1 << 16  # bytes
 
@@ -49,7 +49,7 @@ def datatrove_documents(file: File, tokenizer: Tokenizer) -> Iterator[Document]:
 
 
 def datatrove_layout(file: File) -> Layout:
-    """The width of the ids, which is that of the file divided by the end of its last document.
+    """How wide the ids are: the size of the file divided by the end of its last document.
 
     Raises ConfigError if there is no index, or if it does not fit the file.
     """

@@ -28,7 +28,7 @@ class Document(NamedTuple):
     ids: Iterable[np.ndarray[Any, Any]] | None = None  # instead of text, in blocks
     enclosed: bool = False  # bos and eos are put around the ids
     prompt: str = ""  # before the text, and not a target
-    pieces: tuple[Piece, ...] = ()  # of a conversation, whose whole text is the only block
+    pieces: tuple[Piece, ...] = ()  # a conversation; its whole text is the only block
     begins: bool = True  # the document begins here
     ends: bool = True
     label: str = ""  # in the fingerprint

@@ -21,7 +21,7 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import replace_file
 from titanlite.tools.prepare.job import Job, afresh
 
-# Of a document: its hash, and whether it is from a separate validation source
+# A document has a hash, and a flag: it is from a separate validation source
 RECORD = np.dtype([("hash", "<u8", (2,)), ("held_out", "?")])
 KEPT = "kept.bin"  # a byte per document of all parts, 1 if it stays
 

@@ -30,16 +30,14 @@ from typing import IO, Any, NamedTuple
 # Bytes: of any file, and for each byte of the columns that are read
 MEMORY = 1 << 30
 MEMORY_PER_BYTE = 8
-# Of CPU time: for any file, and for the bytes of the columns
+# CPU time: for any file, and for the bytes of the columns
 SECONDS = 10
 BYTES_PER_SECOND = 1 << 22
 BATCH = 256  # rows that are read at a time; one, where so many do not fit into memory
 BUFFER = 1 << 20  # bytes of the file that are read at a time
 TOO_LARGE = "reading it takes more memory than its size allows (1 GB and 8 times its columns)"
-ENDED = (
-    "reading it ended the process that read it, which its size allows 1 GB and 8 times its columns"
-)
-# Of columns, which only messages need
+ENDED = "the process that read it ended; its size allows that process 1 GB and 8 times its columns"
+# Names of columns are cut for messages
 MOST_NAMES = 1000
 LONGEST_NAME = 200
 
@@ -55,10 +53,10 @@ class OutOfMemory(UnreadableParquet):
 class Table(NamedTuple):
     """What a file says of itself."""
 
-    names: list[str]  # of its columns
-    types: dict[str, str]  # of the columns that were asked for
-    rows: list[int]  # of each row group
-    sizes: list[int]  # of each row group: compressed bytes of the columns that were asked for
+    names: list[str]  # all columns
+    types: dict[str, str]  # the types of the columns that were asked for
+    rows: list[int]  # the number in each row group
+    sizes: list[int]  # per row group: the compressed bytes of the columns that were asked for
 
 
 def installed() -> bool:
@@ -161,7 +159,7 @@ def _start() -> subprocess.Popen[bytes]:
         if spec is not None and spec.origin:
             folders.append(str(Path(spec.origin).parents[1]))
     command = [sys.executable, "-I", "-S", "-B", __file__, *dict.fromkeys(folders)]
-    # Others reserve addresses, which are limited
+    # Its other memory pools reserve many addresses, and these are limited
     environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"}
     pipes: dict[str, Any] = {
         "stdin": subprocess.PIPE,

@@ -63,7 +63,7 @@ class Counts:
     rows: Count = 0
     bad: Count = 0  # rows that could not be read
     duplicates: Count = 0
-    examples: list[Example] = field(default_factory=list)  # of bad rows
+    examples: list[Example] = field(default_factory=list)  # bad rows
 
 
 class FileEntry(TypedDict):
@@ -148,7 +148,8 @@ def hash_part(job: Job, work: Path, tokenizer: Tokenizer, part: int) -> None:
             if isinstance(item, Document):
                 content = hash_document("".join(item.blocks), item.prompt)
                 records.append(content + bytes([held_out]))
-    replace_file(hashes_path(work, part), b"".join(records))
+    # shared: a worker of an earlier attempt may live for a second after it
+    replace_file(hashes_path(work, part), b"".join(records), shared=True)
 
 
 def tokenise_part(job: Job, work: Path, tokenizer: Tokenizer, part: int) -> None:
@@ -183,7 +184,7 @@ def tokenise_part(job: Job, work: Path, tokenizer: Tokenizer, part: int) -> None
         "text_bytes": {split: writer.text_bytes for split, writer in writers.items()},
         "fingerprint": digest.hexdigest(),
     }
-    replace_file(record_path(work, part), json.dumps(record).encode())
+    replace_file(record_path(work, part), json.dumps(record).encode(), shared=True)
 
 
 def _documents(
@@ -235,7 +236,7 @@ def _write(
     """
     content: Iterator[Any] = iter(document.blocks if document.ids is None else document.ids)
     split = document.split
-    if split == "hash":  # of the prompt and the first block of text, or of the first block of ids
+    if split == "hash":  # hash the prompt and first block of text, or the first block of ids
         first = next(content)
         content = itertools.chain([first], content)
         if document.ids is None:

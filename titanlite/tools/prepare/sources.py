@@ -56,8 +56,8 @@ class Source:
 
     path: str = STDLIB
     pattern: str = "**/*"
-    field: str = "text"  # of a row: the text
-    prompt_field: str = ""  # of a row: text before it, which the model reads but is not trained on
+    field: str = "text"  # the field of a row with its text
+    prompt_field: str = ""  # the field with text before it, which is not trained on
     validation: str = ""  # another source, of validation documents; empty: a part of this one
     keys: Keys = CONFIG_KEYS
 
