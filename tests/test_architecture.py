@@ -439,7 +439,7 @@ TESTED_ELSEWHERE = {
     "checkpoint/step_files": "tests/checkpoint/test_manifest.py",
     "tokenizer/tokenizer_probe": "tests/tokenizer/test_tokenizer_hf.py",
     "tools/import_config/common": "tests/tools/import_config/test_deepspeed.py, "
-    "tests/tools/import_config/test_accelerate.py",
+    "tests/tools/import_config/test_trainer.py",
     "tools/formats/adapters": "tests/parallel/test_lora.py",
     "tools/formats/check_export": "tests/tools/formats/test_convert.py",
     "tools/formats/detect_format": "tests/tools/formats/test_foreign.py, "

@@ -11,7 +11,6 @@ import re
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 
-from titanlite.config.foreign import foreign_key, foreign_value
 from titanlite.config.schema import sections
 
 
@@ -76,10 +75,7 @@ def unknown_config(name: str, flavors: list[str]) -> str:
 def wrong_value(name: str, value: object, expected: str, choices: tuple[object, ...]) -> str:
     """Writes the message for a value that is not as `expected`, with the nearest choice."""
     hint = ""
-    ours = foreign_value(name, value)
-    if ours:
-        hint = f"; here that is {ours}"
-    elif isinstance(value, str):
+    if isinstance(value, str):
         names = [str(choice) for choice in choices]
         hint = suggestion(value, names) or _with_part(value, names)
     return f"{name} = {json.dumps(value, default=str)[:200]}: expected {expected}{hint}"
@@ -94,16 +90,11 @@ def _with_part(word: str, names: list[str]) -> str:
 
 def unknown_section(name: str) -> str:
     """Writes the message for a section that does not exist."""
-    our_name = foreign_key(name)
-    hint = f"; here that is {our_name}" if our_name else suggestion(name, list(sections()))
-    return f"unknown section [{name}]{hint}"
+    return f"unknown section [{name}]{suggestion(name, list(sections()))}"
 
 
 def unknown_key(name: str, keys: list[str]) -> str:
     """Writes the message for a key that is not one of `keys`, with the probable one."""
-    our_name = foreign_key(name)
-    if our_name and name not in sections():
-        return f"unknown key {name}; here that is {our_name}"
     return f"unknown key {name}{_probable_key(name, keys)}"
 
 

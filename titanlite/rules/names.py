@@ -6,11 +6,21 @@ import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from titanlite.config.foreign import PROJECTIONS
 from titanlite.config.mistakes import suggestion
 from titanlite.config.schema import Config
 from titanlite.model.flavors import BLOCK_LINEAR, LlamaConfig, parameter_shapes
 from titanlite.rules.divides import stages_fit_schedule
+
+# PEFT's names of the layers that can have adapters -> ours
+PROJECTIONS = {
+    "q_proj": "wq",
+    "k_proj": "wk",
+    "v_proj": "wv",
+    "o_proj": "wo",
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+}
 
 
 def optimizer_groups(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from foreign_configs import DEEPSPEED, MEGATRON
+from foreign_configs import DEEPSPEED, GPT3, MEGATRON
 from messages import assert_mentions
 
 from titanlite.config.load import load_config
@@ -15,10 +15,10 @@ def test_the_toml_is_printed_and_what_is_open_goes_to_standard_error(tmp_path, c
     assert main(["import-config", str(tmp_path / "run.sh")]) == 0
     printed = capsys.readouterr()
     (tmp_path / "ours.toml").write_text(printed.out)
-    assert load_config([str(tmp_path / "ours.toml")]).parallel.pp == 16
-    assert "pp = 16  # pipeline_model_parallel_size\n" in printed.out
+    assert load_config([str(tmp_path / "ours.toml")]).parallel.pp == 2
+    assert "pp = 2  # pipeline_model_parallel_size\n" in printed.out
     assert "#   load = ckpt: a run resumes" in printed.out
-    assert_mentions(printed.err, "to decide: data.path:", "without an equal: load = ckpt")
+    assert_mentions(printed.err, "to decide: data.path:", "not taken over: load = ckpt")
 
 
 def test_it_is_written_to_a_new_file_for_a_number_of_processes(tmp_path, capsys):
@@ -27,8 +27,20 @@ def test_it_is_written_to_a_new_file_for_a_number_of_processes(tmp_path, capsys)
     assert main([*command, "--processes", "4"]) == 0
     assert capsys.readouterr().out == ""
     assert load_config([str(tmp_path / "ours.toml")]).training.global_batch_size == 128
-    assert main(command) == 2
+    assert main([*command, "--processes", "4"]) == 2
     assert_mentions(capsys.readouterr().err, "ours.toml", "exists", "a new file")
+
+
+def test_what_cannot_be_expressed_makes_no_file(tmp_path, capsys):
+    (tmp_path / "run.sh").write_text(GPT3)
+    out = tmp_path / "ours.toml"
+    assert main(["import-config", str(tmp_path / "run.sh"), "--out", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert_mentions(
+        printed.err, "run.sh: default of swiglu = False", "run.sh: default of normalization"
+    )
+    assert printed.out == ""
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

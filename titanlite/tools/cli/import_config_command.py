@@ -8,14 +8,14 @@ from pathlib import Path
 
 from titanlite.runtime.errors import ConfigError, printable
 from titanlite.tools.cli.options import StrictParser, at_least
-from titanlite.tools.import_config.detect import NAMES, import_config
-from titanlite.tools.import_config.mapping import Draft, to_toml
+from titanlite.tools.import_config.draft import Draft
+from titanlite.tools.import_config.importer import NAMES, import_config
+from titanlite.tools.import_config.translate import to_toml
 
 EPILOG = """\
-Writes the keys that differ from titanlite's defaults, each with the foreign key that it comes
-from. What has no equal, and what is to be decided, stands at the end of the file and on standard
-error. The file loads as it is: `titanlite train FILE.toml --print-config` shows all
-keys. Tables of the keys: docs/coming_from.md."""
+Writes the keys that differ from titanlite's defaults, each with the foreign field that it comes
+from. What is to be decided, and what is not taken over, stands at the end of the file and on
+standard error. A model or a layout that cannot be expressed makes no file (exit code 2)."""
 
 
 def run(argv: list[str]) -> int:
@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
         "--processes",
         type=at_least(int, 1, 1 << 24),
         default=0,
-        help="number of processes (GPUs) of that run, for batch sizes that are per process",
+        help="number of processes (GPUs) of that run, where its batch depends on it",
     )
     options = parser.parse_args(argv)
     form, draft = import_config(options.file, options.format, int(options.processes))
@@ -60,8 +60,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def _explain(draft: Draft) -> None:
-    """What the user has to know, on standard error."""
-    parts = (("to decide", draft.decisions), ("without an equal", draft.lacks))
+    """Prints on standard error what the user has to know."""
+    parts = (("to decide", draft.decisions), ("not taken over", draft.left))
     for title, texts in parts:
         for text in texts:
             print(f"{title}: {printable(text)}", file=sys.stderr)

@@ -1,7 +1,8 @@
-"""The file of another trainer as flat keys: JSON, TOML, YAML, or arguments in a script or a line.
+"""The file of another trainer as tables: JSON, TOML, YAML, or arguments in a script or a line.
 
-What it is: `read_entries` gives `{"optimizer.params.lr": 3e-4, ...}`. Nothing is run: of a script,
-the `--name value` pairs are read, with variables that the script sets to plain words.
+What it is: `read_table` reads a file, and `flatten` gives `{"optimizer.params.lr": 3e-4, ...}`.
+Nothing is run: of a script, the `--name value` pairs are read, with variables that the script sets
+to plain words, each once.
 What it costs: YAML needs the package PyYAML, an extra of titanlite; the others need nothing.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-LARGEST = 1 << 16  # bytes of a file: PyYAML's time grows with the square of a line's length
-MOST = 5000  # keys
+LARGEST = 1 << 22  # bytes of a file: torchtitan's JSON has every layer of the model
+LARGEST_YAML = 1 << 16  # letters: PyYAML's time grows with the square of a line's length
+MOST = 50_000  # keys and elements
 DEEPEST = 12
 OPTION = re.compile(r"(?:^|(?<=[\s\"'(=]))--[A-Za-z][\w.-]*")
 VARIABLE = re.compile(
@@ -34,8 +36,8 @@ USE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)")
 NUMBER = re.compile(r"-?[\d.][\d._]*(?:e[+-]?\d+)?", re.IGNORECASE)
 
 
-def read_entries(path: Path) -> dict[str, object]:
-    """The keys and values of a file. Raises ConfigError if it is none of the kinds."""
+def read_table(path: Path) -> dict[str, object]:
+    """The tables of a file. Raises ConfigError if it is none of the kinds."""
     try:
         text = read_bounded(path, LARGEST).decode("utf-8-sig")
     except OSError as error:
@@ -43,22 +45,22 @@ def read_entries(path: Path) -> dict[str, object]:
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not UTF-8; expected JSON, TOML, YAML or arguments") from None
     kind = kind_of(path, text)
-    entries: dict[str, object] = {}
+    if kind == "YAML" and len(text) > LARGEST_YAML:
+        raise ConfigError(f"{path}: {len(text)} letters of YAML; expected at most {LARGEST_YAML}")
     try:
-        for name, entry in flatten(PARSERS[kind](text), "", 0):
-            entries[name] = entry
-            if len(entries) > MOST or not is_small(entry):
-                raise ConfigError(
-                    f"{path}: more than {MOST} keys or elements; expected the config of a trainer"
-                )
+        table = PARSERS[kind](text)
+        if not is_small(table):
+            raise ConfigError(
+                f"{path}: more than {MOST} keys or elements; expected the config of a trainer"
+            )
+        if not isinstance(table, dict) or not flatten(table):
+            raise ConfigError(f"{path}: no keys; expected JSON, TOML, YAML or arguments")
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{path}: not {kind}: {reason}") from None
-    if not entries:
-        raise ConfigError(f"{path}: no keys; expected JSON, TOML, YAML or arguments")
-    return entries
+    return table
 
 
 def kind_of(path: Path, text: str) -> str:
@@ -70,22 +72,14 @@ def kind_of(path: Path, text: str) -> str:
     if OPTION.search(text):
         return "arguments"
     if text.lstrip().startswith("{"):
-        return "JSON" if _is_json(text) else "YAML"  # GPT-NeoX's YAML looks like JSON
+        return "JSON"
     if re.search(r"^\s*\[[\w.]+\]\s*$", text, re.MULTILINE):
         return "TOML"
     return "YAML"
 
 
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
 def read_yaml(text: str) -> Any:
-    """A YAML document, without tags that make objects."""
+    """Reads safe YAML: no tag makes an object."""
     if find_spec("yaml") is None:
         raise ConfigError("YAML needs the package PyYAML: pip install 'titanlite[yaml]'")
     import yaml  # an extra
@@ -101,11 +95,16 @@ def read_yaml(text: str) -> Any:
 def read_arguments(text: str) -> dict[str, object]:
     """The `--name value` pairs of a script, a file or a line.
 
-    A name without a value is a switch, which is on; several values are one text with spaces.
+    A name without a value is a switch, which is on; several values are one text with spaces. Raises
+    ValueError for a name with two different values, of which the shell would choose one.
     """
     text = re.sub(r"(?:^|(?<=\s))#.*", "", text)
     text = re.sub(r"\\\r?\n", " ", text)
-    variables = dict(VARIABLE.findall(text))
+    assigned = VARIABLE.findall(text)
+    variables = dict(assigned)
+    for name, value in assigned:
+        if variables.get(name) != value:  # set twice: which one counts is not known
+            variables.pop(name, None)
 
     def replaced(match: re.Match[str]) -> str:
         name = match[1] or match[3]
@@ -120,7 +119,12 @@ def read_arguments(text: str) -> dict[str, object]:
         rest = text[place.end() : end].partition("\n")[0]
         rest = re.split(r"[\"')][\s)]|[\"')]$|\s\d?[<>]|[;&|<>]", rest.lstrip("= "))[0]
         words = [word.strip("\"'") for word in rest.split()]
-        entries[name] = " ".join(words) if words else True
+        if any(word.endswith(".py") for word in words):  # the program that torchrun starts
+            words = words[: [word.endswith(".py") for word in words].index(True)]
+        value = " ".join(words) if words else True
+        if entries.get(name, value) != value:
+            raise ValueError(f"--{name} has two values, {entries[name]} and {value}")
+        entries[name] = value
     return entries
 
 
@@ -148,21 +152,17 @@ def is_small(value: object) -> bool:
     return True
 
 
-def flatten(value: object, prefix: str, depth: int) -> Iterator[tuple[str, object]]:
-    """Dotted names and values of nested tables; lists and empty tables are values.
-
-    Hyphens in names become underscores: Megatron-LM and older GPT-NeoX write them.
-    """
-    if depth > DEEPEST:
-        raise ValueError(f"{prefix}: more than {DEEPEST} tables within each other")
-    if not isinstance(value, dict):
-        if prefix:
-            yield prefix, value
-        return
-    for name, entry in value.items():
-        full = f"{prefix}.{name}" if prefix else str(name)
-        full = full.replace("-", "_")[:200]
-        if isinstance(entry, dict) and entry:
-            yield from flatten(entry, full, depth + 1)
+def flatten(table: dict[str, object], whole: tuple[str, ...] = ()) -> dict[str, object]:
+    """Dotted names and values of nested tables; lists, empty and `whole` tables are values."""
+    entries: dict[str, object] = {}
+    waiting = [(str(name), value, 0) for name, value in table.items()]
+    while waiting:
+        name, value, depth = waiting.pop()
+        name = name[:200]
+        if depth > DEEPEST:
+            raise ValueError(f"{name}: more than {DEEPEST} tables within each other")
+        if isinstance(value, dict) and value and name not in whole:
+            waiting += [(f"{name}.{key}", inner, depth + 1) for key, inner in value.items()]
         else:
-            yield full, entry
+            entries[name] = value
+    return entries

@@ -1,41 +1,70 @@
-"""torchtitan's TOML, as it was until 0.2 (torchtitan/config/job_config.py)."""
+"""torchtitan: its TOML of version 0.2, and the rows that version 0.3 has too.
+
+Read in torchtitan/config/job_config.py and torchtitan/models/{llama3,qwen3}/__init__.py, v0.2.2.
+Older keys are refused: those of 2024 put degrees into [training] and [experimental].
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from titanlite.tools.import_config.common import set_batch
+from titanlite.tools.import_config.draft import Draft
+from titanlite.tools.import_config.table import Format, Row, by, leave, must
 
-from titanlite.tools.import_config.common import batch_sizes
-from titanlite.tools.import_config.mapping import Draft, Format, Row, nothing
-
-FLAVORS = {
-    ("llama3", "8b"): "llama3_8b",
-    ("llama3", "70b"): "llama3_70b",
-    ("llama3", "405b"): "llama3_405b",
-    ("llama3", "debugmodel"): "debug",
-    ("qwen3", "0.6b"): "qwen3_0.6b",
-    ("qwen3", "1.7b"): "qwen3_1.7b",
-    ("qwen3", "8b"): "qwen3_8b",
+P = "parallelism."
+DEBUG_MODEL = {
+    "model.dim": 256,
+    "model.num_layers": 6,
+    "model.num_heads": 16,
+    "model.num_kv_heads": 16,
+    "model.ffn_dim": 768,
+    "model.vocab_size": 2048,
+    "model.embeddings": "untied",
+    "model.rope_theta": 500000.0,
 }
-COMMUNICATION = {"allgather": "all_gather", "alltoall": "ring"}
+# Every llama3 scales RoPE there as Llama 3.1 does, by 8
+SCALED = {
+    "model.rope_scaling": "llama3",
+    "model.rope_factor": 8.0,
+    "model.rope_original_context": 8192,
+}
+FLAVORS: dict[tuple[str, str], dict[str, object]] = {
+    ("llama3", "debugmodel"): {**DEBUG_MODEL, **SCALED},
+    ("llama3", "8B"): {"model.flavor": "llama3_8b", **SCALED},
+    ("llama3", "70B"): {"model.flavor": "llama3_70b", **SCALED},
+    ("llama3", "405B"): {"model.flavor": "llama3_405b", **SCALED},
+    ("qwen3", "0.6B"): {"model.flavor": "qwen3_0.6b"},
+    ("qwen3", "1.7B"): {"model.flavor": "qwen3_1.7b"},
+    ("qwen3", "8B"): {"model.flavor": "qwen3_8b"},
+}
+MASKED = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")  # flavors with a document mask
 
 
 def _flavor(draft: Draft) -> None:
-    name = str(draft.value("model.name", "llama3")).lower()
-    flavor = str(draft.value("model.flavor")).lower()
-    ours = FLAVORS.get((name, flavor))
-    if ours is None:
-        draft.lack("model.flavor", f"{name} {flavor}", "set model.flavor, or the keys of [model]")
-        draft.decide("model: this flavor is not among ours (docs/models.md)")
-    else:
-        draft.set("model.flavor", ours, "model.name model.flavor")
+    name = str(draft.value("model.name"))
+    flavor = str(draft.value("model.flavor"))
+    names = "model.name model.flavor"
+    for ending in MASKED:
+        if flavor.endswith(ending):
+            flavor = flavor.removesuffix(ending)
+            draft.set("data.document_mask", True, names)
+    if (name, flavor) not in FLAVORS:
+        allowed = ", ".join(" ".join(known) for known in FLAVORS)
+        draft.refuse(names, f"{name} {flavor}", f"expected one of {allowed}")
+        return
+    for key, value in FLAVORS[name, flavor].items():
+        draft.set(key, value, names)
 
 
-def _converters(draft: Draft) -> None:
-    for converter in words(draft.value("model.converters")):
-        if "float8" in converter:
-            draft.set("float8.enabled", True, "model.converters")
-        else:
-            draft.lack("model.converters", converter, "only float8 can be chosen here")
+def _float8(draft: Draft) -> None:
+    """The converters of the model: float8 of the blocks' linear layers, or none."""
+    converters = draft.value("model.converters")
+    if converters == ["quantize.linear.float8"]:
+        draft.set("float8.enabled", True, "model.converters")
+        reason = "float8.skip has parts of names; the output layer is never converted"
+        names = "quantize.linear.float8.filter_fqns"
+        draft.leave(names, draft.value(names), reason)
+    elif converters:
+        draft.refuse("model.converters", converters, "expected quantize.linear.float8 or none")
 
 
 def words(value: object) -> list[str]:
@@ -45,50 +74,36 @@ def words(value: object) -> list[str]:
     return str(value).replace(",", " ").split()
 
 
-def _float8_skip(draft: Draft) -> None:
-    """The output layer, which is usually named there, is never converted here."""
-    for name in ("float8.filter_fqns", "quantize.linear.float8.filter_fqns"):
-        skipped = [word for word in words(draft.value(name, [])) if word != "output"]
-        if skipped:
-            draft.set("float8.skip", ", ".join(skipped), name)
-
-
 def _betas(draft: Draft) -> None:
-    betas = [draft.value("optimizer.beta1", 0.9), draft.value("optimizer.beta2", 0.95)]
+    betas = [draft.value("optimizer.beta1"), draft.value("optimizer.beta2")]
     draft.set("optimizer.betas", betas, "optimizer.beta1 optimizer.beta2")
 
 
-def _decay(draft: Draft) -> None:
+def _schedule(draft: Draft) -> None:
+    """With a ratio the decay is at the end; without one it begins after the warm-up."""
     shape = draft.value("lr_scheduler.decay_type")
     ratio = draft.value("lr_scheduler.decay_ratio")
+    names = "lr_scheduler.decay_type lr_scheduler.decay_ratio"
     if ratio is None and shape in ("linear", "cosine"):
         draft.set("schedule.name", shape, "lr_scheduler.decay_type")
     else:
-        # Without a ratio the decay begins after the warmup
-        names = "lr_scheduler.decay_ratio lr_scheduler.decay_type"
         draft.set("schedule.name", "wsd", names)
         draft.set("schedule.decay", shape, names)
         draft.set("schedule.decay_fraction", 1.0 if ratio is None else ratio, names)
-
-
-def _lowest(draft: Draft) -> None:
-    for name in ("lr_scheduler.lr_min", "lr_scheduler.min_lr_factor"):
-        if draft.has(name):
-            draft.set("schedule.min_ratio", draft.value(name), name)
+    total = draft.value("lr_scheduler.total_steps")
+    if total not in (None, draft.value("training.steps")):
+        draft.leave("lr_scheduler.total_steps", total, "the decay ends with the last step")
 
 
 def _batch(draft: Draft) -> None:
-    batch_sizes(draft, "training.local_batch_size", "", "training.global_batch_size")
-
-
-def _seed(draft: Draft) -> None:
-    for name in ("training.seed", "debug.seed"):
-        if draft.has(name):
-            draft.set("run.seed", draft.value(name), name)
+    local = draft.count("training.local_batch_size")
+    total = draft.count("training.global_batch_size")  # -1: a local batch on each rank
+    names = "training.local_batch_size training.global_batch_size"
+    set_batch(draft, local, 0 if total else 1, total, names)
 
 
 def _checkpointing(draft: Draft) -> None:
-    """`selective` recomputes whole blocks, every n-th of them, or all but expensive operators."""
+    """`selective` recomputes every n-th block as a whole, or all but expensive operators."""
     mode = draft.value("activation_checkpoint.mode")
     option = draft.value("activation_checkpoint.selective_ac_option")
     names = "activation_checkpoint.mode activation_checkpoint.selective_ac_option"
@@ -99,246 +114,293 @@ def _checkpointing(draft: Draft) -> None:
         draft.set("recompute.mode", mode, names)
 
 
-def _compile(draft: Draft) -> None:
-    for name in ("training.compile", "compile.enable"):
-        if draft.has(name):
-            draft.set("compile.enabled", "true" if draft.on(name) else "false", name)
-    names = "compile.components"
-    if draft.has("compile.enable"):
-        with_loss = draft.on("compile.enable") and "loss" in words(draft.value(names, []))
-        draft.set("compile.loss", "true" if with_loss else "false", names)
+def set_compile(draft: Draft) -> None:
+    """Compiles the blocks and the loss if they are among the components."""
+    parts = words(draft.value("compile.components")) if draft.on("compile.enable") else []
+    names = "compile.enable compile.components"
+    draft.set("compile.enabled", "model" in parts, names)
+    draft.set("compile.loss", "loss" in parts, names)
 
 
-def _rotation(draft: Draft) -> None:
-    name = "parallelism.context_parallel_rotate_method"
-    if draft.number("parallelism.context_parallel_degree") > 1:
-        draft.set("parallel.cp_method", COMMUNICATION.get(str(draft.value(name))), name)
+def pipeline(draft: Draft) -> None:
+    """The schedule, which has no effect without pipeline parallel."""
+    if draft.get("parallel.pp") > 1:
+        name = f"{P}pipeline_parallel_schedule"
+        draft.set("parallel.pp_schedule", draft.value(name), name)
 
 
-def _split(draft: Draft) -> None:
-    name = "parallelism.pipeline_parallel_split_points"
-    if draft.on(name):
-        draft.set("parallel.pp_split", ", ".join(words(draft.value(name))), name)
+def _microbatch(draft: Draft) -> None:
+    name = f"{P}pipeline_parallel_microbatch_size"
+    if draft.get("parallel.pp") > 1:
+        draft.set("parallel.pp_microbatch_size", draft.value(name), name)
 
 
-def _interval(draft: Draft) -> None:
-    on = draft.on("checkpoint.enable") or draft.on("checkpoint.enable_checkpoint")
-    names = "checkpoint.interval checkpoint.enable checkpoint.enable_checkpoint"
-    draft.set("checkpoint.freq", draft.value("checkpoint.interval") if on else 0, names)
-
-
-def _keep(draft: Draft) -> None:
+def _saves(draft: Draft) -> None:
+    names = "checkpoint.enable checkpoint.interval checkpoint.keep_latest_k checkpoint.async_mode"
+    if not draft.on("checkpoint.enable"):
+        draft.set("checkpoint.freq", 0, "checkpoint.enable")
+        return
+    draft.set("checkpoint.freq", draft.value("checkpoint.interval"), names)
     draft.set(
         "checkpoint.keep", draft.value("checkpoint.keep_latest_k"), "checkpoint.keep_latest_k"
     )
-
-
-def _load_step(draft: Draft) -> None:
+    mode = draft.value("checkpoint.async_mode")
+    mode = "async_pinned" if mode == "async_with_pinned_mem" else mode
+    draft.set("checkpoint.async_mode", mode, "checkpoint.async_mode")
+    path = draft.value("checkpoint.initial_load_path")
+    if path:
+        draft.set("checkpoint.initial_load", path, "checkpoint.initial_load_path")
     if draft.number("checkpoint.load_step") > 0:
-        name = "checkpoint.load_step"
-        draft.set("checkpoint.load_step", draft.value(name), name)
+        step = draft.value("checkpoint.load_step")
+        draft.set("checkpoint.load_step", step, "checkpoint.load_step")
 
 
-def _validation(draft: Draft) -> None:
-    if not draft.on("validation.enable") and not draft.on("validation.enabled"):
-        return
-    draft.set("validation.freq", draft.value("validation.freq"), "validation.freq")
-    steps = draft.number("validation.steps")
-    if steps > 0:
-        samples = steps * max(1, draft.number("validation.local_batch_size"))
-        draft.set("validation.samples", samples, "validation.steps validation.local_batch_size")
-        draft.decide("validation.samples: of one process there; multiply it by their number")
-
-
-def _sinks(draft: Draft) -> None:
+def sinks(draft: Draft) -> None:
+    """Where metrics are copied to."""
     pairs = (("metrics.enable_tensorboard", "tensorboard"), ("metrics.enable_wandb", "wandb"))
     names = [name for name, _ in pairs if draft.on(name)]
-    if names:
-        sinks = [sink for name, sink in pairs if name in names]
-        draft.set("metrics.sinks", sinks, " ".join(names))
+    chosen = [sink for name, sink in pairs if name in names]
+    if chosen:
+        draft.set("metrics.sinks", chosen, " ".join(names))
 
 
 def _data(draft: Draft) -> None:
     found = draft.value("training.dataset_path") or draft.value("training.dataset")
     draft.decide(f"data.path: the data there is {found!r}; give a file, a folder or hf:NAME")
+    found = draft.value("model.tokenizer_path") or draft.value("model.hf_assets_path")
+    draft.decide(f"data.tokenizer: it is in {found!r} there")
 
 
-def _tokenizer(draft: Draft) -> None:
-    found = draft.value("model.hf_assets_path") or draft.value("model.tokenizer_path")
-    draft.decide(f"data.tokenizer: there it is in {found!r}")
-
-
-P = "parallelism."
-ROWS = (
-    Row("job.dump_folder", "run.folder"),
-    Row("job.description", "run.name", "a folder's name, by default the config's", nothing),
-    Row("model.name model.flavor", "model.flavor", "`llama3` `8B` is `llama3_8b`", _flavor),
-    Row("model.converters", "float8.enabled", "", _converters),
-    Row("model.hf_assets_path model.tokenizer_path", "data.tokenizer", "to decide", _tokenizer),
-    Row("optimizer.name", "optimizer.name"),
-    Row("optimizer.lr", "optimizer.lr"),
-    Row("optimizer.beta1 optimizer.beta2", "optimizer.betas", "", _betas),
-    Row("optimizer.eps", "optimizer.eps"),
-    Row("optimizer.weight_decay", "optimizer.weight_decay"),
-    Row("optimizer.implementation", "optimizer.implementation"),
-    Row("optimizer.early_step_in_backward", "", "gradients are clipped first"),
-    Row("lr_scheduler.warmup_steps", "schedule.warmup_steps"),
-    Row(
-        "lr_scheduler.decay_type lr_scheduler.decay_ratio",
+# Fields with the same name, default and meaning in 0.2 and 0.3
+DEGREES = (
+    Row(f"{P}data_parallel_replicate_degree", "parallel.dp_replicate", 1),
+    Row(f"{P}data_parallel_shard_degree", "parallel.dp_shard", -1),
+    Row(f"{P}tensor_parallel_degree", "parallel.tp", 1),
+    Row(f"{P}context_parallel_degree", "parallel.cp", 1),
+    Row(f"{P}pipeline_parallel_degree", "parallel.pp", 1),
+    *by(
+        pipeline,
+        "parallel.pp_schedule",
+        "only with pp",
+        "parallelism.pipeline_parallel_schedule=1F1B",
+    ),
+    *must("models are dense", "parallelism.expert_parallel_degree=1"),
+    *must(
+        "`parallel.pp_schedule` and `parallel.pp_split` say what a stage has",
+        "pipeline_parallel_layers_per_stage module_fqns_per_model_part "
+        'pipeline_parallel_schedule_csv=""|null',
+        under="parallelism.",
+    ),
+    *leave(
+        "stages are balanced by size",
+        "parallelism.pipeline_parallel_first_stage_less_layers=1 "
+        "parallelism.pipeline_parallel_last_stage_less_layers=1",
+    ),
+    *leave(
+        "the order of the shards changes no number",
+        "parallelism.context_parallel_load_balancer=headtail|ptrr|null",
+    ),
+    *must("a real run is needed", "comm.mode=default"),
+)
+COMMON = (
+    Row(f"{P}fsdp_reshard_after_forward", "parallel.reshard_after_forward", "default"),
+    Row("lr_scheduler.warmup_steps", "schedule.warmup_steps", 200),
+    Row("lr_scheduler.min_lr_factor", "schedule.min_ratio", 0.0),
+    *by(
+        _schedule,
         "schedule.name schedule.decay schedule.decay_fraction",
         "with a ratio `wsd`",
-        _decay,
+        "decay_type=linear decay_ratio total_steps",
+        under="lr_scheduler.",
     ),
-    Row("lr_scheduler.min_lr_factor lr_scheduler.lr_min", "schedule.min_ratio", "", _lowest),
-    Row("training.steps", "training.steps"),
-    Row("training.seq_len", "training.seq_len"),
-    Row("training.max_norm", "training.max_norm"),
-    Row("training.dataset training.dataset_path", "data.path", "to decide", _data),
-    Row("training.dtype", "training.param_dtype"),
-    Row("training.mixed_precision_param", "training.compute_dtype"),
-    Row("training.mixed_precision_reduce", "training.reduce_dtype"),
-    Row("training.enable_cpu_offload", "parallel.cpu_offload"),
-    Row("training.gc_freq", "training.gc_freq"),
-    Row("training.seed debug.seed", "run.seed", "", _seed),
-    Row("training.deterministic debug.deterministic", "debug.deterministic"),
-    Row(f"{P}data_parallel_replicate_degree", "parallel.dp_replicate"),
-    Row(f"{P}data_parallel_shard_degree", "parallel.dp_shard"),
-    Row(f"{P}fsdp_reshard_after_forward", "parallel.reshard_after_forward"),
-    Row(f"{P}tensor_parallel_degree", "parallel.tp"),
-    Row(f"{P}enable_async_tensor_parallel", "parallel.async_tp"),
-    Row(f"{P}context_parallel_degree", "parallel.cp"),
+    Row("training.steps", "training.steps", 10_000),
+    Row("training.max_norm", "training.max_norm", 1.0),
+    Row("training.dtype", "training.param_dtype", "float32"),
+    Row("training.mixed_precision_param", "training.compute_dtype", "bfloat16"),
+    Row("training.mixed_precision_reduce", "training.reduce_dtype", "float32"),
+    Row("training.enable_cpu_offload", "parallel.cpu_offload", False),
+    Row("training.gc_freq", "training.gc_freq", 50),
+    Row("debug.seed", "run.seed", None, "absent: random there"),
+    Row("debug.deterministic", "debug.deterministic", False),
+    *by(
+        set_compile,
+        "compile.enabled compile.loss",
+        "",
+        'compile.enable=false compile.components=["model","loss"]',
+    ),
+    Row("compile.backend", "compile.backend", "inductor"),
+    *by(
+        _saves,
+        "checkpoint.freq checkpoint.keep checkpoint.async_mode checkpoint.initial_load "
+        "checkpoint.load_step",
+        "not enabled: only the checkpoint at the end",
+        "enable=false interval=500 keep_latest_k=10 async_mode=disabled initial_load_path "
+        "load_step=-1",
+        under="checkpoint.",
+    ),
+    *leave(
+        "checkpoints are in the run's folder and whole; `checkpoint.initial_load` reads weights",
+        "folder=checkpoint initial_load_model_only=true initial_load_in_hf=false|true "
+        "initial_load_in_hf_quantized=false last_save_model_only=true|false "
+        "last_save_in_hf=false export_dtype=float32 exclude_from_loading=[] "
+        "enable_first_step_checkpoint=false create_seed_checkpoint=false load_only=false",
+        under="checkpoint.",
+    ),
+    Row("metrics.log_freq", "metrics.log_freq", 10),
+    *by(
+        sinks,
+        "metrics.sinks",
+        "",
+        "metrics.enable_tensorboard=false metrics.enable_wandb=false",
+    ),
+    *leave(
+        "rank 0 writes `metrics.jsonl`; `NO_COLOR` switches colours off",
+        "disable_color_printing=false|true save_tb_folder=tb save_for_all_ranks=false",
+        under="metrics.",
+    ),
+    Row("comm.init_timeout_seconds", "comm.timeout_seconds", 300),
+    Row("comm.train_timeout_seconds", "comm.step_timeout_seconds", 100),
+    *leave(
+        "the run names the rank that blocks the others by itself",
+        "trace_buf_size=20000 save_traces_folder=comm_traces save_traces_file_prefix=rank_",
+        under="comm.",
+    ),
+    *leave(
+        "there is no key for it",
+        "training.gc_debug=false debug.deterministic_warn_only=false "
+        "debug.moe_force_load_balance=false",
+    ),
+)
+ROWS = (
+    *by(
+        _flavor,
+        "model.flavor model.rope_scaling data.document_mask",
+        "`llama3` `8B` is `llama3_8b`, with RoPE scaled by 8 as there",
+        "model.name=llama3 model.flavor=debugmodel",
+    ),
+    *DEGREES,
+    *COMMON,
+    *by(
+        _float8,
+        "float8.enabled",
+        "only `quantize.linear.float8`",
+        "model.converters=[] quantize.linear.float8.filter_fqns=[]",
+    ),
+    Row(
+        "quantize.linear.float8.recipe_name",
+        "float8.scaling",
+        values={None: "tensorwise", "tensorwise": "tensorwise", "rowwise": "rowwise"},
+    ),
+    Row("quantize.linear.float8.emulate", "float8.emulate", False),
+    *by(
+        _data,
+        "data.path data.tokenizer",
+        "to decide",
+        "training.dataset=c4_test training.dataset_path "
+        "model.hf_assets_path=./tests/assets/tokenizer model.tokenizer_path",
+    ),
+    Row("job.dump_folder", "run.folder", "./outputs"),
+    Row("optimizer.name", "optimizer.name", "AdamW", values={"AdamW": "adamw"}),
+    Row("optimizer.lr", "optimizer.lr", 8e-4),
+    *by(_betas, "optimizer.betas", "", "optimizer.beta1=0.9 optimizer.beta2=0.95"),
+    Row("optimizer.eps", "optimizer.eps", 1e-8),
+    Row("optimizer.weight_decay", "optimizer.weight_decay", 0.1),
+    Row("optimizer.implementation", "optimizer.implementation", "fused"),
+    Row("training.seq_len", "training.seq_len", 2048),
+    *by(
+        _batch,
+        "training.local_batch_size training.global_batch_size",
+        "-1 is one local batch on each data-parallel rank",
+        "training.local_batch_size=8 training.global_batch_size=-1",
+    ),
+    Row(f"{P}enable_async_tensor_parallel", "parallel.async_tp", False),
     Row(
         f"{P}context_parallel_rotate_method",
         "parallel.cp_method",
-        "`alltoall` passes keys and values around a ring: `ring`",
-        _rotation,
+        "allgather",
+        values={"allgather": "all_gather", "alltoall": "ring"},
     ),
-    Row(f"{P}pipeline_parallel_degree", "parallel.pp"),
-    Row(f"{P}pipeline_parallel_schedule", "parallel.pp_schedule"),
-    Row(f"{P}pipeline_parallel_microbatch_size", "parallel.pp_microbatch_size"),
-    Row(f"{P}pipeline_parallel_split_points", "parallel.pp_split", "", _split),
-    Row(
-        f"{P}pipeline_parallel_layers_per_stage {P}module_fqns_per_model_part",
-        "",
-        "stages are balanced by size; `parallel.pp_split` names the first module of each",
+    *by(
+        _microbatch,
+        "parallel.pp_microbatch_size",
+        "only with pp",
+        "parallelism.pipeline_parallel_microbatch_size=1",
     ),
-    Row(f"{P}disable_loss_parallel", "", "with tp the loss is always parallel"),
-    Row(
-        "training.local_batch_size training.global_batch_size",
-        "training.local_batch_size training.global_batch_size",
-        "-1 there is one local batch on each data-parallel process",
-        _batch,
-    ),
-    Row(
-        "activation_checkpoint.mode activation_checkpoint.selective_ac_option",
-        "recompute.mode recompute.every",
-        "`selective` with a number n: `full` with `every` = n; with `op`: `selective`",
+    *by(
         _checkpointing,
+        "recompute.mode recompute.every",
+        "`selective` with a number n is `full` with `every` = n; with `op` it is `selective`",
+        'activation_checkpoint.mode=selective activation_checkpoint.selective_ac_option="2"',
     ),
-    Row("activation_checkpoint.memory_budget", "recompute.budget"),
-    Row(
-        "compile.enable training.compile compile.components",
-        "compile.enabled compile.loss",
-        "",
-        _compile,
+    Row("activation_checkpoint.memory_budget", "recompute.budget", 0.5),
+    *must(
+        "models are dense",
+        "parallelism.expert_tensor_parallel_degree=1 "
+        "parallelism.expert_parallel_comm_backend=standard",
     ),
-    Row("compile.backend", "compile.backend"),
-    Row("quantize.linear.float8.recipe_name float8.recipe_name", "float8.scaling"),
-    Row(
-        "quantize.linear.float8.filter_fqns float8.filter_fqns",
-        "float8.skip",
-        "`output` is never converted",
-        _float8_skip,
+    *must("replica groups are fixed", "fault_tolerance.enable=false"),
+    *must(
+        "code of the user's is not run",
+        'job.custom_config_module="" experimental.custom_import="" '
+        'experimental.custom_args_module=""',
     ),
-    Row("quantize.linear.float8.emulate float8.emulate", "float8.emulate"),
-    Row("quantize.linear.float8.* float8.*", "", "weights are gathered in the compute dtype"),
-    Row(
-        "checkpoint.interval checkpoint.enable checkpoint.enable_checkpoint",
-        "checkpoint.freq",
-        "0 if it is not enabled: a checkpoint at the end is always written",
-        _interval,
+    *leave("gradients are clipped first", "optimizer.early_step_in_backward=false"),
+    *leave("with tp the loss is always parallel", "parallelism.disable_loss_parallel=false"),
+    *leave(
+        "pipeline and expert parallel are not combined",
+        "parallelism.pipeline_parallel_expert_parallel_overlap=true|false",
     ),
-    Row("checkpoint.keep_latest_k", "checkpoint.keep", "", _keep),
-    Row("checkpoint.async_mode", "checkpoint.async_mode"),
-    Row("checkpoint.initial_load_path", "checkpoint.initial_load"),
-    Row("checkpoint.load_step", "checkpoint.load_step", "", _load_step),
-    Row(
-        "checkpoint.last_save_model_only checkpoint.last_save_in_hf checkpoint.export_dtype",
-        "",
-        '`checkpoint.export = "hf"` also writes the model; the last checkpoint is always whole',
+    *leave(
+        "it has no effect on a dense model, or is chosen by the compiler",
+        'activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns=["moe.router.gate"] '
+        "activation_checkpoint.early_stop=false|true "
+        "activation_checkpoint.preserve_rng_state=true|false "
+        "activation_checkpoint.visualize_memory_budget_pareto=false "
+        "activation_checkpoint.determinism_check=default activation_checkpoint.debug=false "
+        "quantize.linear.float8.enable_fsdp_float8_all_gather=false "
+        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=false",
     ),
-    Row(
-        "checkpoint.folder checkpoint.initial_load_model_only",
-        "",
-        "checkpoints are in the run's folder; `checkpoint.initial_load` reads weights alone",
+    *leave(
+        "only `quantize.linear.float8` is built",
+        "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice=triton "
+        'quantize.linear.mx.recipe_name=mxfp8_cublas quantize.linear.mx.filter_fqns=["output"] '
+        "quantize.grouped_mm.float8.fqns=[] quantize.grouped_mm.mx.recipe_name=mxfp8 "
+        "quantize.grouped_mm.mx.fqns=[]",
     ),
-    Row(
-        "validation.enable validation.enabled validation.freq validation.steps "
-        "validation.local_batch_size",
-        "validation.freq validation.samples",
-        "",
-        _validation,
+    *leave(
+        "`[validation]` has samples of the training text",
+        "enable=false freq=10 steps=-1 local_batch_size=8 seq_len=2048 dataset=c4_validation "
+        "dataset_path",
+        under="validation.",
     ),
-    Row(
-        "validation.dataset validation.dataset_path validation.seq_len",
-        "",
-        "a held-out part of the training text, or `validation` of a source",
+    *leave(
+        "`[profiling]`",
+        "enable_profiling=false profile_freq=10 profiler_active=1 profiler_warmup=3 "
+        "enable_memory_snapshot=false",
+        under="profiling.",
     ),
-    Row("metrics.log_freq", "metrics.log_freq"),
-    Row("metrics.enable_tensorboard metrics.enable_wandb", "metrics.sinks", "", _sinks),
-    Row("metrics.disable_color_printing", "", "the environment variable `NO_COLOR`"),
-    Row(
-        "metrics.save_tb_folder metrics.save_for_all_ranks",
-        "",
-        "rank 0 writes into the run's folder",
+    *leave(
+        "batches need no worker processes",
+        "training.dataloader.num_workers=0 training.dataloader.persistent_workers=false "
+        "training.dataloader.pin_memory=false training.dataloader.prefetch_factor "
+        "validation.dataloader.num_workers=0 validation.dataloader.persistent_workers=false "
+        "validation.dataloader.pin_memory=false validation.dataloader.prefetch_factor",
     ),
-    Row("profiling.enable_profiling", "profiling.enabled"),
-    Row("profiling.profile_freq", "profiling.freq"),
-    Row("profiling.enable_memory_snapshot", "profiling.memory"),
-    Row(
-        "profiling.save_traces_folder profiling.save_memory_snapshot_folder",
-        "",
-        "traces are in the run's folder",
+    *leave(
+        "replica groups are fixed",
+        "checkpoint.enable_ft_dataloader_checkpoints=true|false "
+        "fault_tolerance.process_group=gloo fault_tolerance.process_group_timeout_ms=10000 "
+        "fault_tolerance.replica_id=0 fault_tolerance.group_size=0 "
+        "fault_tolerance.min_replica_size=1 fault_tolerance.semi_sync_method",
     ),
-    Row("comm.init_timeout_seconds", "comm.timeout_seconds"),
-    Row("comm.train_timeout_seconds", "comm.step_timeout_seconds"),
-    Row(
-        "comm.trace_buf_size comm.save_traces_folder",
-        "",
-        "the run names the rank that blocks the others by itself",
-    ),
-    Row(f"{P}expert_parallel_degree {P}expert_tensor_parallel_degree", "", "models are dense"),
-    Row(
-        "job.print_args job.print_config model.print_after_conversion",
-        "",
-        "the run's `config.toml` has every key",
+    *leave(
+        "the run's folder has its config, traces and logs; its name is the config's",
+        "job.config_file job.description=null|any job.print_config=false|true "
+        "job.save_config_file model.print_after_conversion=false|true "
+        "profiling.save_traces_folder=profile_traces "
+        "profiling.save_memory_snapshot_folder=memory_snapshot memory_estimation.enable=false "
+        "memory_estimation.disable_fake_mode=false",
     ),
 )
-
-
-def defaults(entries: Mapping[str, object]) -> dict[str, object]:
-    """Of job_config.py, where they are not ours."""
-    silent: dict[str, object] = {
-        "optimizer.lr": 8e-4,
-        "lr_scheduler.warmup_steps": 200,
-        "lr_scheduler.decay_type": "linear",
-        "training.steps": 10_000,
-        "training.seq_len": 2048,
-        "training.local_batch_size": 8,
-        "checkpoint.interval": 500,
-        "checkpoint.keep_latest_k": 10,
-    }
-    if "lr_scheduler.min_lr_factor" not in entries:
-        silent["lr_scheduler.lr_min"] = 0.0
-    if any(name.startswith("activation_checkpoint.") for name in entries):
-        silent["activation_checkpoint.mode"] = "selective"
-        silent["activation_checkpoint.selective_ac_option"] = "2"
-    return silent
-
-
-TORCHTITAN = Format(
-    "torchtitan",
-    "torchtitan 0.2",
-    ROWS,
-    defaults,
-)
+LATE_DECAY = "lr_scheduler: the decay there ends one step after the last one, here with it"
+TORCHTITAN = Format("torchtitan", "torchtitan", "0.2.2", ROWS, (LATE_DECAY,))

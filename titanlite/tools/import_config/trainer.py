@@ -1,16 +1,33 @@
-"""TrainingArguments of Hugging Face's Trainer, and of TRL's SFTTrainer, as JSON or YAML."""
+"""TrainingArguments of Hugging Face's Trainer, as JSON or YAML, also with run_clm.py's own fields.
+
+Read in transformers 5.23.0: training_args.py, optimization.py and trainer.py. Subclasses have other
+defaults (TRL's SFTConfig a learning rate of 2e-5), so a field that is not among these is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from titanlite.config.foreign import PROJECTIONS
 from titanlite.config.keys import schema_keys
-from titanlite.tools.import_config.common import batch_sizes, sharding_strategy
-from titanlite.tools.import_config.mapping import OFF, Draft, Format, Row, nothing
+from titanlite.tools.import_config.common import (
+    replicate,
+    set_batch,
+    set_floor,
+    spare_norms_and_biases,
+)
+from titanlite.tools.import_config.draft import Draft
+from titanlite.tools.import_config.table import Format, Row, by, leave, must
 
-KWARGS = "lr_scheduler_kwargs"
-TO_ZERO = ("linear", "cosine", "cosine_with_restarts", "warmup_stable_decay")
+RATE = "lr_scheduler_kwargs."
+DEGREE = "parallelism_config."
+ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_apex_fused", "adamw_hf")
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "inverse_sqrt": "inverse_sqrt",
+    "warmup_stable_decay": "wsd",
+}
 
 
 def _length(draft: Draft) -> None:
@@ -21,173 +38,201 @@ def _length(draft: Draft) -> None:
         draft.set("training.epochs", draft.value("num_train_epochs"), "num_train_epochs")
 
 
-def _betas(draft: Draft) -> None:
-    betas = [draft.value("adam_beta1", 0.9), draft.value("adam_beta2", 0.999)]
-    draft.set("optimizer.betas", betas, "adam_beta1 adam_beta2")
+def _degrees(draft: Draft) -> None:
+    """Absent degrees are 1; without FSDP and DeepSpeed the rest are replicas, as with DDP."""
+    keys = {
+        "tp_size": "parallel.tp",
+        "cp_size": "parallel.cp",
+        "dp_replicate_size": "parallel.dp_replicate",
+        "dp_shard_size": "parallel.dp_shard",
+    }
+    given = [name for name in keys if draft.value(DEGREE + name) is not None]
+    for name in given:
+        draft.set(keys[name], draft.value(DEGREE + name), DEGREE + name)
+    if not given and not draft.on("fsdp") and draft.value("deepspeed") is None:
+        replicate(draft, "fsdp deepspeed")
+
+
+def _fsdp(draft: Draft) -> None:
+    """True, or words of earlier versions, which count if the table does not say it."""
+    asked = draft.value("fsdp")
+    if not draft.on("fsdp"):
+        return
+    items = asked if isinstance(asked, list) else str(asked).split()
+    reshard: object = True
+    for item in [str(item) for item in items]:
+        if item in ("full_shard", "shard_grad_op"):
+            reshard = item == "full_shard"
+        elif item == "offload":
+            draft.set("parallel.cpu_offload", True, "fsdp")
+        elif item.lower() not in ("true", "auto_wrap"):
+            draft.refuse("fsdp", item, "expected true, full_shard, shard_grad_op, offload")
+    table: dict[str, str] = {}
+    for name in FSDP:
+        if name in draft.entries:
+            table[name.removeprefix("fsdp_config.").removeprefix("fsdp_")] = name
+    if "reshard_after_forward" in table:
+        reshard = draft.value(table["reshard_after_forward"])
+    names = " ".join(["fsdp", *table.values()])
+    if str(reshard).lower() in ("true", "full_shard"):
+        draft.set("parallel.reshard_after_forward", "always", names)
+    elif str(reshard).lower() in ("false", "shard_grad_op"):
+        draft.set("parallel.reshard_after_forward", "never", names)
+    else:
+        draft.refuse(names, reshard, "expected true or false")
+    if "cpu_offload" in table:
+        offload = draft.value(table["cpu_offload"])
+        draft.set("parallel.cpu_offload", offload, table["cpu_offload"])
+    if "activation_checkpointing" in table and draft.on(table["activation_checkpointing"]):
+        draft.set("recompute.mode", "full", table["activation_checkpointing"])
+
+
+def _deepspeed(draft: Draft) -> None:
+    found = draft.value("deepspeed")
+    if found is not None:
+        draft.decide(f"parallel: deepspeed = {found}: import it too, and put the two together")
+
+
+def _batch(draft: Draft) -> None:
+    names = "per_device_train_batch_size gradient_accumulation_steps"
+    local = draft.count("per_device_train_batch_size")
+    steps = draft.count("gradient_accumulation_steps")
+    set_batch(draft, local, steps, 0, names)
 
 
 def _optimizer(draft: Draft) -> None:
-    name = str(draft.value("optim")).lower()
-    if "adamw" in name and name.endswith("_8bit"):
-        draft.set("optimizer.name", "adamw", "optim")
-        draft.set("optimizer.state_dtype", "bfloat16", "optim")
-        draft.lack("optim", name, "moments of 8 bits are not built: bfloat16 was taken")
-    else:
-        draft.set("optimizer.name", draft.value("optim"), "optim")
+    name = draft.value("optim")
+    if name not in ADAMW:
+        draft.refuse("optim", name, f"expected one of {', '.join(ADAMW)}")
+    betas = [draft.value("adam_beta1"), draft.value("adam_beta2")]
+    draft.set("optimizer.betas", betas, "adam_beta1 adam_beta2")
+    draft.set("optimizer.weight_decay", draft.value("weight_decay"), "weight_decay")
+    spare_norms_and_biases(draft, "weight_decay")
+    if draft.number("weight_decay"):
+        draft.decide(
+            'optimizer.groups: add { pattern = "*.bias", weight_decay = 0 } if the model has biases'
+        )
 
 
 def _schedule(draft: Draft) -> None:
-    name = draft.value("lr_scheduler_type")
-    names = f"lr_scheduler_type {KWARGS}"
-    draft.set("schedule.name", name, "lr_scheduler_type")
-    if name == "constant":  # which has no warmup there
+    name = str(draft.value("lr_scheduler_type"))
+    if name not in SCHEDULES:
+        draft.refuse("lr_scheduler_type", name, f"expected one of {', '.join(SCHEDULES)}")
+        return
+    draft.set("schedule.name", SCHEDULES[name], "lr_scheduler_type")
+    _warmup(draft)
+    steps = draft.get("schedule.warmup_steps") if "schedule.warmup_steps" in draft.settings else 1
+    if name == "constant":  # which has no warm-up there
+        draft.settings.pop("schedule.warmup_ratio", None)
         draft.set("schedule.warmup_steps", 0, "lr_scheduler_type")
-    if draft.has(f"{KWARGS}.min_lr_rate"):
-        draft.set(
-            "schedule.min_ratio", draft.value(f"{KWARGS}.min_lr_rate"), f"{KWARGS}.min_lr_rate"
-        )
-    elif draft.has(f"{KWARGS}.min_lr"):
-        ratio = draft.number(f"{KWARGS}.min_lr") / (draft.number("learning_rate") or 1)
-        draft.set("schedule.min_ratio", ratio, f"{KWARGS}.min_lr learning_rate")
-    elif name in TO_ZERO:
-        draft.set("schedule.min_ratio", 0.0, names)
-    if draft.has(f"{KWARGS}.num_decay_steps"):
-        decay = f"{KWARGS}.num_decay_steps"
-        draft.set("schedule.decay_steps", draft.value(decay), decay)
-    if name == "cosine_with_restarts":
-        draft.lack("lr_scheduler_type", name, "cosine was taken: there are no restarts")
+    if name == "inverse_sqrt" and (not steps or draft.value(f"{RATE}timescale") is not None):
+        names = f"lr_scheduler_type {RATE}timescale"
+        draft.refuse(names, name, "expected a warm-up, and its length as the time scale")
+    _floor(draft, name)
+
+
+def _floor(draft: Draft, name: str) -> None:
+    rate = draft.value(f"{RATE}min_lr_rate")
+    lowest = draft.value(f"{RATE}min_lr")
+    draft.set("schedule.min_ratio", 0.0, "lr_scheduler_type")
+    if name == "cosine_with_min_lr" and rate is not None:
+        draft.set("schedule.min_ratio", rate, f"{RATE}min_lr_rate")
+    elif name == "cosine_with_min_lr" and lowest is not None:
+        names = f"{RATE}min_lr learning_rate"
+        set_floor(draft, draft.number(f"{RATE}min_lr"), draft.number("learning_rate"), names)
+    elif name == "cosine_with_min_lr":
+        draft.refuse("lr_scheduler_type", name, "expected min_lr or min_lr_rate")
+    elif lowest is not None or rate is not None:
+        draft.leave(f"{RATE}min_lr {RATE}min_lr_rate", lowest or rate, f"{name} has none there")
+    steps = draft.value(f"{RATE}num_decay_steps")
+    if name == "warmup_stable_decay":
+        draft.set("schedule.decay", draft.value(f"{RATE}decay_type"), f"{RATE}decay_type")
+        draft.set("schedule.decay_steps", steps, f"{RATE}num_decay_steps")
+        ratio = draft.value(f"{RATE}min_lr_ratio")
+        draft.set("schedule.min_ratio", ratio, f"{RATE}min_lr_ratio")
+    elif steps is not None:
+        draft.leave(f"{RATE}num_decay_steps", steps, f"{name} has none there")
 
 
 def _warmup(draft: Draft) -> None:
-    """Steps, where they are above 0, count more than the ratio; below 1 they are one."""
-    if draft.get("schedule.name") == "constant" and draft.value("lr_scheduler_type") == "constant":
-        return
+    """Below 1, `warmup_steps` is a ratio; version 4 had a field for it, which steps override."""
     steps = draft.number("warmup_steps")
+    ratio = draft.number("warmup_ratio")
     if 0 < steps < 1:
         draft.set("schedule.warmup_ratio", steps, "warmup_steps")
-    elif steps == 0 and draft.number("warmup_ratio") > 0:
-        draft.set("schedule.warmup_ratio", draft.value("warmup_ratio"), "warmup_ratio")
+    elif not steps and ratio:
+        draft.set("schedule.warmup_ratio", ratio, "warmup_ratio")
     else:
-        draft.set("schedule.warmup_steps", steps, "warmup_steps")
+        draft.set("schedule.warmup_steps", draft.value("warmup_steps"), "warmup_steps")
+
+
+def _clip(draft: Draft) -> None:
+    draft.set("training.max_norm", draft.value("max_grad_norm") or 0.0, "max_grad_norm")
 
 
 def _precision(draft: Draft) -> None:
-    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+    dtype = "float32"
+    for name, chosen in (("bf16", "bfloat16"), ("fp16", "float16")):
         if draft.on(name):
-            draft.set("training.compute_dtype", dtype, name)
+            dtype = chosen
+    draft.set("training.compute_dtype", dtype, "bf16 fp16")
 
 
 def _recompute(draft: Draft) -> None:
-    if draft.on("gradient_checkpointing"):
-        draft.set("recompute.mode", "full", "gradient_checkpointing")
+    names = "gradient_checkpointing activation_checkpointing"
+    if draft.on("gradient_checkpointing") or draft.on("activation_checkpointing"):
+        draft.set("recompute.mode", "full", names)
 
 
 def _validation(draft: Draft) -> None:
-    name = "eval_strategy" if draft.has("eval_strategy") else "evaluation_strategy"
-    strategy = draft.value(name)
+    strategy = draft.value("eval_strategy")
+    if "evaluation_strategy" in draft.entries:
+        strategy = draft.value("evaluation_strategy")
+    names = "eval_strategy evaluation_strategy eval_steps"
     if strategy == "epoch":
-        draft.set("validation.freq_epochs", 1, name)
+        draft.set("validation.freq_epochs", 1, names)
     elif strategy == "steps":
         steps = draft.value("eval_steps") or draft.value("logging_steps")
-        draft.set("validation.freq", steps, f"{name} eval_steps")
+        draft.set("validation.freq", steps, names)
+    elif strategy not in ("no", False):
+        draft.refuse(names, strategy, "expected no, steps or epoch")
 
 
 def _saves(draft: Draft) -> None:
     strategy = draft.value("save_strategy")
+    names = "save_strategy save_steps"
     if strategy == "epoch":
-        draft.set("checkpoint.freq_epochs", 1, "save_strategy")
+        draft.set("checkpoint.freq_epochs", 1, names)
     elif strategy in ("no", False):
-        draft.set("checkpoint.freq", 0, "save_strategy")
+        draft.set("checkpoint.freq", 0, names)
+    elif strategy == "steps":
+        draft.set("checkpoint.freq", draft.value("save_steps"), names)
     elif strategy == "best":
-        draft.set("checkpoint.keep_best", 1, "save_strategy")
+        draft.set("checkpoint.keep_best", 1, names)
     else:
-        draft.set("checkpoint.freq", draft.value("save_steps"), "save_strategy save_steps")
-
-
-def _best(draft: Draft) -> None:
+        draft.refuse(names, strategy, "expected no, steps, epoch or best")
+    draft.set("checkpoint.keep", draft.value("save_total_limit") or 0, "save_total_limit")
     if draft.on("load_best_model_at_end"):
         draft.set("checkpoint.keep_best", 1, "load_best_model_at_end")
 
 
 def _sinks(draft: Draft) -> None:
     asked = draft.value("report_to")
-    names = asked if isinstance(asked, list) else [asked]
-    if "all" in names:
-        draft.lack("report_to", "all", "name them in metrics.sinks: tensorboard, wandb, mlflow")
-        return
-    allowed = schema_keys()["metrics.sinks"].choices
-    names = [name for name in names if name not in OFF]
+    names = [str(name) for name in (asked if isinstance(asked, list) else [asked])]
+    allowed = [str(name) for name in schema_keys()["metrics.sinks"].choices]
     kept = [name for name in names if name in allowed]
-    for name in names:
-        if name not in allowed:
-            draft.lack(
-                "report_to", name, f"metrics.sinks has {', '.join(str(sink) for sink in allowed)}"
-            )
     if kept:
         draft.set("metrics.sinks", kept, "report_to")
-
-
-def _compile(draft: Draft) -> None:
-    if draft.on("torch_compile"):
-        draft.set("compile.enabled", "true", "torch_compile")
-
-
-def _fsdp(draft: Draft) -> None:
-    """The strategy, `auto_wrap` and `offload`, with spaces between them, or a list of them."""
-    asked = draft.value("fsdp")
-    words = asked if isinstance(asked, list) else str(asked).split()
-    if "offload" in words:
-        draft.set("parallel.cpu_offload", True, "fsdp")
-    strategies = [str(word) for word in words if word not in ("offload", "auto_wrap", "True")]
-    if strategies:
-        sharding_strategy(draft, "fsdp", strategies[0])
-
-
-def _fsdp_options(draft: Draft) -> None:
-    for prefix in ("fsdp_config.", "fsdp_config.fsdp_"):
-        if draft.on(f"{prefix}activation_checkpointing"):
-            draft.set("recompute.mode", "full", f"{prefix}activation_checkpointing")
-        if draft.has(f"{prefix}reshard_after_forward"):
-            name = f"{prefix}reshard_after_forward"
-            draft.set("parallel.reshard_after_forward", str(draft.value(name)), name)
-
-
-def _deepspeed(draft: Draft) -> None:
-    draft.decide("deepspeed: import its JSON too, and put the two together")
-
-
-def _batch(draft: Draft) -> None:
-    batch_sizes(draft, "per_device_train_batch_size", "gradient_accumulation_steps", "")
-
-
-def _packing(draft: Draft) -> None:
-    if draft.on("packing"):
-        draft.set("data.packing", "best_fit", "packing")
-        draft.set("data.document_mask", True, "packing")
-
-
-def _targets(draft: Draft) -> None:
-    name = "lora_target_modules"
-    asked = draft.value(name)
-    modules = asked if isinstance(asked, list) else str(asked).replace(",", " ").split()
-    modules = [str(module) for module in modules]
-    if modules == ["all-linear"]:
-        modules = list(PROJECTIONS)
-    ours = [PROJECTIONS[module] for module in modules if module in PROJECTIONS]
-    for module in modules:
-        if module not in PROJECTIONS:
-            draft.lack(name, module, f"expected some of {', '.join(PROJECTIONS)}")
-    if ours:
-        draft.set("lora.targets", ", ".join(ours), name)
-
-
-def _device(draft: Draft) -> None:
-    if draft.on("use_cpu") or draft.on("no_cuda"):
-        draft.set("run.device", "cpu", "use_cpu no_cuda")
+    others = [name for name in names if name not in allowed and name not in ("none", "None")]
+    if others:
+        draft.leave("report_to", ", ".join(others), f"expected some of {', '.join(allowed)}")
 
 
 def _model(draft: Draft) -> None:
+    """The script's own fields: the model whose weights are trained on."""
     found = draft.value("model_name_or_path")
+    if found is None:
+        return
     draft.set("model.flavor", "from_checkpoint", "model_name_or_path")
     draft.set("checkpoint.initial_load", found, "model_name_or_path")
     draft.decide(f"checkpoint.initial_load: the folder to which {found!r} was downloaded")
@@ -195,145 +240,194 @@ def _model(draft: Draft) -> None:
 
 def _data(draft: Draft) -> None:
     found = draft.value("dataset_name") or draft.value("train_file")
-    draft.decide(f"data.path: the data there is {found!r}; give a file, a folder or hf:NAME")
+    if found is not None:
+        draft.decide(f"data.path: the data there is {found!r}; give a file, a folder or hf:NAME")
 
 
+FSDP = {
+    f"fsdp_config.{prefix}{name}": default
+    for prefix in ("", "fsdp_")
+    for name, default in {
+        "reshard_after_forward": True,
+        "cpu_offload": False,
+        "activation_checkpointing": False,
+    }.items()
+}
 ROWS = (
-    Row("output_dir", "run.folder"),
-    Row("run_name", "run.name"),
-    Row(
-        "model_name_or_path",
-        "model.flavor checkpoint.initial_load",
-        "`from_checkpoint`",
-        _model,
-    ),
-    Row("dataset_name train_file", "data.path", "to decide", _data),
-    Row(
-        "max_steps num_train_epochs",
+    *by(
+        _length,
         "training.steps training.epochs",
         "`max_steps` above 0 counts more",
-        _length,
+        "max_steps=-1 num_train_epochs=3.0",
     ),
-    Row("max_length max_seq_length", "training.seq_len"),
-    Row("packing", "data.packing data.document_mask", "`best_fit`", _packing),
-    Row(
-        "per_device_train_batch_size gradient_accumulation_steps",
+    *by(
+        _degrees,
+        "parallel.tp parallel.cp parallel.dp_replicate parallel.dp_shard",
+        "without any, and without FSDP and DeepSpeed: replicas",
+        "tp_size cp_size dp_replicate_size dp_shard_size",
+        under="parallelism_config.",
+    ),
+    *must(
+        "this degree is not built",
+        "parallelism_config parallelism_config.sp_size=null|1 "
+        "parallelism_config.sp_backend=null|deepspeed parallelism_config.cp_backend=null|torch "
+        "parallelism_config.tp_handler parallelism_config.cp_handler "
+        "parallelism_config.sp_handler",
+    ),
+    *by(
+        _fsdp,
+        "parallel.reshard_after_forward parallel.cpu_offload recompute.mode",
+        '`"always"`; `"never"` without resharding',
+        "fsdp fsdp_config.reshard_after_forward=true fsdp_config.cpu_offload=false "
+        "fsdp_config.activation_checkpointing=false fsdp_config.fsdp_reshard_after_forward=true "
+        "fsdp_config.fsdp_cpu_offload=false fsdp_config.fsdp_activation_checkpointing=false",
+    ),
+    *by(_deepspeed, "", "import its JSON too", "deepspeed"),
+    *by(
+        _batch,
         "training.local_batch_size training.global_batch_size",
         "times accumulation and processes",
-        _batch,
+        "per_device_train_batch_size=8 gradient_accumulation_steps=1",
     ),
-    Row("learning_rate", "optimizer.lr", "the default there is 5e-5"),
-    Row(
-        "optim",
-        "optimizer.name optimizer.state_dtype",
-        "every AdamW is `adamw`, with bfloat16 moments if there they have 8 bits",
+    Row("learning_rate", "optimizer.lr", 5e-5),
+    *by(
         _optimizer,
+        "optimizer.name optimizer.betas optimizer.weight_decay optimizer.groups",
+        "AdamW; norms and biases do not decay",
+        "optim=adamw_torch_fused adam_beta1=0.9 adam_beta2=0.999 weight_decay=0.0",
     ),
-    Row("adam_beta1 adam_beta2", "optimizer.betas", "the default there is 0.9 and 0.999", _betas),
-    Row("adam_epsilon", "optimizer.eps"),
-    Row("weight_decay", "optimizer.weight_decay", "the default there is 0"),
-    Row("max_grad_norm", "training.max_norm"),
-    Row(
-        f"lr_scheduler_type {KWARGS}.min_lr {KWARGS}.min_lr_rate {KWARGS}.num_decay_steps",
-        "schedule.name schedule.min_ratio schedule.decay_steps",
-        "linear and cosine end at 0 there",
+    Row("adam_epsilon", "optimizer.eps", 1e-8),
+    *by(_clip, "training.max_norm", "", "max_grad_norm=1.0"),
+    *by(
         _schedule,
+        "schedule.name schedule.warmup_steps schedule.warmup_ratio schedule.min_ratio "
+        "schedule.decay schedule.decay_steps",
+        "linear and cosine end at 0; a `warmup_steps` below 1 is a ratio",
+        "lr_scheduler_type=linear warmup_steps=0 warmup_ratio=0.0 lr_scheduler_kwargs.min_lr "
+        "lr_scheduler_kwargs.min_lr_rate lr_scheduler_kwargs.timescale "
+        "lr_scheduler_kwargs.num_decay_steps lr_scheduler_kwargs.decay_type=cosine "
+        "lr_scheduler_kwargs.min_lr_ratio=0.0",
     ),
-    Row(
-        "warmup_steps warmup_ratio",
-        "schedule.warmup_steps schedule.warmup_ratio",
-        "steps above 0 count more",
-        _warmup,
+    *must(
+        "the schedule's other settings are not built",
+        "lr_scheduler_kwargs=null|{} lr_scheduler_kwargs.num_cycles=0.5 "
+        "lr_scheduler_kwargs.warmup_type=linear lr_scheduler_kwargs.num_stable_steps",
     ),
-    Row(f"{KWARGS}.*", "", "`[schedule]`"),
-    Row("lora_r", "lora.rank"),
-    Row("lora_alpha", "lora.alpha"),
-    Row("lora_dropout", "lora.dropout"),
-    Row("lora_target_modules", "lora.targets", "`q_proj` is `wq`", _targets),
-    Row("beta", "", "of DPO: `dpo.beta`, on data of `prepare --chat --pairs`"),
-    Row("use_peft", "", "adapters are on if `lora.rank` is above 0", nothing),
-    Row("bf16 fp16", "training.compute_dtype", "", _precision),
-    Row("gradient_checkpointing", "recompute.mode", "`full`", _recompute),
-    Row("gradient_checkpointing_kwargs.*", "", "nothing to set", nothing),
-    Row("torch_compile", "compile.enabled", "", _compile),
-    Row("torch_compile_backend", "compile.backend"),
-    Row(
-        "fsdp",
-        "parallel.reshard_after_forward parallel.cpu_offload",
-        '`full_shard`: `"always"`; `shard_grad_op`: `"never"`; `offload`',
-        _fsdp,
+    *by(
+        _precision,
+        "training.compute_dtype",
+        "float32 without either",
+        "bf16=false fp16=false",
     ),
-    Row(
-        "fsdp_config.activation_checkpointing fsdp_config.fsdp_activation_checkpointing "
-        "fsdp_config.reshard_after_forward fsdp_config.fsdp_reshard_after_forward",
-        "recompute.mode parallel.reshard_after_forward",
-        "",
-        _fsdp_options,
+    *by(
+        _recompute,
+        "recompute.mode",
+        "`full`",
+        "gradient_checkpointing activation_checkpointing",
     ),
-    Row("fsdp_config.*", "", "a unit is a block; checkpoints are sharded", nothing),
-    Row("deepspeed", "", "import its JSON too", _deepspeed),
-    Row("seed", "run.seed"),
-    Row("data_seed", "", "`run.seed`"),
-    Row("full_determinism", "debug.deterministic"),
-    Row(
-        "eval_strategy evaluation_strategy eval_steps",
+    Row("torch_compile", "compile.enabled", False),
+    Row("seed", "run.seed", 42),
+    Row("full_determinism", "debug.deterministic", False),
+    *by(
+        _validation,
         "validation.freq validation.freq_epochs",
         "`epoch`: `freq_epochs = 1`",
-        _validation,
+        "eval_strategy=no evaluation_strategy=no eval_steps",
     ),
-    Row(
-        "save_strategy save_steps",
-        "checkpoint.freq checkpoint.freq_epochs",
-        "`epoch`: `freq_epochs = 1`",
+    *by(
         _saves,
+        "checkpoint.freq checkpoint.freq_epochs checkpoint.keep checkpoint.keep_best",
+        "`epoch`: `freq_epochs = 1`; the best is kept, not loaded",
+        "save_strategy=steps save_steps=500 save_total_limit load_best_model_at_end=false",
     ),
-    Row("save_total_limit", "checkpoint.keep"),
-    Row("load_best_model_at_end", "checkpoint.keep_best", "kept, not loaded", _best),
-    Row("resume_from_checkpoint", "", "a run resumes from its own folder"),
-    Row("logging_steps", "metrics.log_freq"),
-    Row("report_to", "metrics.sinks", "", _sinks),
-    Row("ddp_timeout", "comm.timeout_seconds"),
-    Row("use_cpu no_cuda", "run.device", "`cpu`", _device),
-    Row("per_device_eval_batch_size", "", "validation uses `training.local_batch_size`"),
-    Row(
-        "label_smoothing_factor neftune_noise_alpha group_by_length auto_find_batch_size",
-        "",
-        "not built",
+    Row("output_dir", "run.folder", None),
+    Row("logging_steps", "metrics.log_freq", 500),
+    *by(_sinks, "metrics.sinks", "", "report_to=none"),
+    Row("ddp_timeout", "comm.timeout_seconds", 1800),
+    Row("use_cpu", "run.device", False, values={False: "auto", True: "cpu"}),
+    *by(
+        _model,
+        "model.flavor checkpoint.initial_load",
+        "`from_checkpoint`",
+        "model_name_or_path",
     ),
-    Row("metric_for_best_model greater_is_better", "", "the validation loss decides"),
-    Row(
-        "dataloader_num_workers dataloader_pin_memory dataloader_drop_last remove_unused_columns "
-        "push_to_hub hub_model_id logging_dir logging_strategy overwrite_output_dir do_train "
-        "do_eval do_predict logging_first_step disable_tqdm save_safetensors tf32 "
-        "ddp_find_unused_parameters local_rank log_level prediction_loss_only "
-        "eval_accumulation_steps save_only_model warmup_min_lr",
-        "",
-        "nothing to set",
-        nothing,
+    *by(_data, "data.path", "to decide", "dataset_name train_file"),
+    Row("block_size", "training.seq_len", None),
+    *leave(
+        "it is not built",
+        "label_smoothing_factor=0.0 neftune_noise_alpha auto_find_batch_size=false "
+        "train_sampling_strategy=random length_column_name=length optim_args "
+        "optim_target_modules include_num_input_tokens_seen=no data_seed ignore_data_skip=false "
+        "torch_empty_cache_steps tf32 gradient_checkpointing_kwargs "
+        "activation_checkpointing_kwargs accelerator_config",
+    ),
+    *leave("`[compile]`", "torch_compile_backend torch_compile_mode"),
+    *leave(
+        "the loss is a mean over the tokens of a step",
+        "average_tokens_across_devices=true",
+    ),
+    *leave(
+        "kernels are torch's",
+        "use_liger_kernel=false|true liger_kernel_config use_cache=false|true",
+    ),
+    *leave(
+        "a unit of FSDP is a block; checkpoints are sharded",
+        "fsdp_config=null|{} fsdp_config.version=2|1 fsdp_config.min_num_params=0 "
+        "fsdp_config.transformer_layer_cls_to_wrap "
+        "fsdp_config.auto_wrap_policy=TRANSFORMER_BASED_WRAP "
+        "fsdp_config.state_dict_type=FULL_STATE_DICT|SHARDED_STATE_DICT "
+        "fsdp_config.cpu_ram_efficient_loading=false|true fsdp_config.xla=false "
+        "fsdp_config.fsdp_version=2|1 fsdp_config.fsdp_min_num_params=0 "
+        "fsdp_config.fsdp_transformer_layer_cls_to_wrap "
+        "fsdp_config.fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP "
+        "fsdp_config.fsdp_state_dict_type=FULL_STATE_DICT|SHARDED_STATE_DICT "
+        "fsdp_config.fsdp_cpu_ram_efficient_loading=false|true fsdp_config.fsdp_xla=false",
+    ),
+    *leave(
+        "`[validation]` has samples of the training text, and the loss decides which is best",
+        "eval_delay=0 per_device_eval_batch_size=8 prediction_loss_only=false|true "
+        "eval_on_start=false|true eval_do_concat_batches=true|false "
+        "eval_use_gather_object=false|true eval_accumulation_steps include_for_metrics=[] "
+        "batch_eval_metrics=false bf16_full_eval=false fp16_full_eval=false "
+        "metric_for_best_model=null|loss|eval_loss greater_is_better=null|false label_names "
+        "validation_file do_train=false|true do_eval=false|true do_predict=false",
+    ),
+    *leave(
+        "a run resumes from its own folder, where it saves its whole state",
+        "resume_from_checkpoint save_only_model=false save_on_each_node=false "
+        "restore_callback_states_from_checkpoint=false enable_jit_checkpoint=false",
+    ),
+    *leave(
+        "`metrics.jsonl` has every logged step",
+        "logging_strategy=steps|no|epoch logging_first_step=false|true "
+        "log_on_each_node=true|false logging_nan_inf_filter=true|false log_level=passive "
+        "log_level_replica=warning disable_tqdm=null|false|true project=huggingface "
+        "trackio_space_id trackio_bucket_id trackio_static_space_id "
+        'skip_memory_metrics=true|false debug="" run_name',
+    ),
+    *leave(
+        "nothing is uploaded",
+        "push_to_hub=false hub_token hub_private_repo hub_model_id hub_strategy=every_save "
+        "hub_always_push=false hub_revision",
+    ),
+    *leave(
+        "batches need no worker processes",
+        "dataloader_drop_last=false|true dataloader_num_workers=0 "
+        "dataloader_pin_memory=true|false dataloader_persistent_workers=false|true "
+        "dataloader_prefetch_factor dataloader_multiprocessing_context "
+        "dataloader_in_order=true|false remove_unused_columns=true|false",
+    ),
+    *leave(
+        "FSDP2 communicates here",
+        "ddp_find_unused_parameters=null|false|true ddp_bucket_cap_mb "
+        "ddp_broadcast_buffers=null|false|true ddp_static_graph=null|false|true "
+        "ddp_backend=null|nccl|gloo local_rank=-1",
+    ),
+    *leave(
+        "fields of version 4",
+        "overwrite_output_dir=false|true save_safetensors=true|false logging_dir "
+        "group_by_length=false no_cuda=false",
     ),
 )
-
-
-def defaults(entries: Mapping[str, object]) -> dict[str, object]:
-    """Of TrainingArguments, where they are not ours."""
-    silent: dict[str, object] = {
-        "learning_rate": 5e-5,
-        "weight_decay": 0.0,
-        "adam_beta2": 0.999,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 0,
-        "per_device_train_batch_size": 8,
-        "save_strategy": "steps",
-        "save_steps": 500,
-    }
-    if "max_steps" not in entries:
-        silent["num_train_epochs"] = 3.0
-    return silent
-
-
-TRAINER = Format(
-    "trainer",
-    "TrainingArguments",
-    ROWS,
-    defaults,
-)
+REMARKS = ("lr: the rate of step n there is that of step n - 1 here, so a warm-up begins with 0",)
+TRAINER = Format("trainer", "TrainingArguments", "of transformers 5.23", ROWS, REMARKS)

@@ -1,0 +1,351 @@
+"""The fields that other trainers read, with their defaults, written down from their sources.
+
+`name=default`, a default of null left out. `test_fields.py` compares the importer's tables with
+them; those of TrainingArguments are taken from the installed transformers.
+"""
+
+# torchtitan v0.2.2: JobConfig of torchtitan/config/job_config.py
+TORCHTITAN = r"""
+activation_checkpoint.debug=false activation_checkpoint.determinism_check=default
+activation_checkpoint.early_stop=false activation_checkpoint.memory_budget=0.5
+activation_checkpoint.mode=selective
+activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns=["moe.router.gate"]
+activation_checkpoint.preserve_rng_state=true activation_checkpoint.selective_ac_option="2"
+activation_checkpoint.visualize_memory_budget_pareto=false checkpoint.async_mode=disabled
+checkpoint.create_seed_checkpoint=false checkpoint.enable=false
+checkpoint.enable_first_step_checkpoint=false checkpoint.enable_ft_dataloader_checkpoints=true
+checkpoint.exclude_from_loading=[] checkpoint.export_dtype=float32 checkpoint.folder=checkpoint
+checkpoint.initial_load_in_hf=false checkpoint.initial_load_in_hf_quantized=false
+checkpoint.initial_load_model_only=true checkpoint.initial_load_path checkpoint.interval=500
+checkpoint.keep_latest_k=10 checkpoint.last_save_in_hf=false
+checkpoint.last_save_model_only=true checkpoint.load_only=false checkpoint.load_step=-1
+comm.init_timeout_seconds=300 comm.mode=default comm.save_traces_file_prefix=rank_
+comm.save_traces_folder=comm_traces comm.trace_buf_size=20000 comm.train_timeout_seconds=100
+compile.backend=inductor compile.components=["model","loss"] compile.enable=false
+debug.deterministic=false debug.deterministic_warn_only=false debug.moe_force_load_balance=false
+debug.seed experimental.custom_args_module="" experimental.custom_import=""
+fault_tolerance.enable=false fault_tolerance.group_size=0 fault_tolerance.min_replica_size=1
+fault_tolerance.process_group=gloo fault_tolerance.process_group_timeout_ms=10000
+fault_tolerance.replica_id=0 fault_tolerance.semi_sync_method job.config_file
+job.custom_config_module="" job.description="default_job" job.dump_folder=./outputs
+job.print_config=false job.save_config_file lr_scheduler.decay_ratio
+lr_scheduler.decay_type=linear lr_scheduler.min_lr_factor=0.0 lr_scheduler.total_steps
+lr_scheduler.warmup_steps=200 memory_estimation.disable_fake_mode=false
+memory_estimation.enable=false metrics.disable_color_printing=false
+metrics.enable_tensorboard=false metrics.enable_wandb=false metrics.log_freq=10
+metrics.save_for_all_ranks=false metrics.save_tb_folder=tb model.converters=[]
+model.flavor=debugmodel model.hf_assets_path=./tests/assets/tokenizer model.name=llama3
+model.print_after_conversion=false model.tokenizer_path optimizer.beta1=0.9 optimizer.beta2=0.95
+optimizer.early_step_in_backward=false optimizer.eps=1e-08 optimizer.implementation=fused
+optimizer.lr=0.0008 optimizer.name=AdamW optimizer.weight_decay=0.1
+parallelism.context_parallel_degree=1 parallelism.context_parallel_load_balancer=headtail
+parallelism.context_parallel_rotate_method=allgather
+parallelism.data_parallel_replicate_degree=1 parallelism.data_parallel_shard_degree=-1
+parallelism.disable_loss_parallel=false parallelism.enable_async_tensor_parallel=false
+parallelism.expert_parallel_comm_backend=standard parallelism.expert_parallel_degree=1
+parallelism.expert_tensor_parallel_degree=1 parallelism.fsdp_reshard_after_forward=default
+parallelism.module_fqns_per_model_part parallelism.pipeline_parallel_degree=1
+parallelism.pipeline_parallel_expert_parallel_overlap=true
+parallelism.pipeline_parallel_first_stage_less_layers=1
+parallelism.pipeline_parallel_last_stage_less_layers=1
+parallelism.pipeline_parallel_layers_per_stage parallelism.pipeline_parallel_microbatch_size=1
+parallelism.pipeline_parallel_schedule=1F1B parallelism.pipeline_parallel_schedule_csv=""
+parallelism.tensor_parallel_degree=1 profiling.enable_memory_snapshot=false
+profiling.enable_profiling=false profiling.profile_freq=10 profiling.profiler_active=1
+profiling.profiler_warmup=3 profiling.save_memory_snapshot_folder=memory_snapshot
+profiling.save_traces_folder=profile_traces quantize.grouped_mm.float8.fqns=[]
+quantize.grouped_mm.mx.fqns=[] quantize.grouped_mm.mx.recipe_name=mxfp8
+quantize.linear.float8.emulate=false quantize.linear.float8.enable_fsdp_float8_all_gather=false
+quantize.linear.float8.filter_fqns=[]
+quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=false
+quantize.linear.float8.recipe_name quantize.linear.mx.filter_fqns=["output"]
+quantize.linear.mx.mxfp8_dim1_cast_kernel_choice=triton
+quantize.linear.mx.recipe_name=mxfp8_cublas training.dataloader.num_workers=0
+training.dataloader.persistent_workers=false training.dataloader.pin_memory=false
+training.dataloader.prefetch_factor training.dataset=c4_test training.dataset_path
+training.dtype=float32 training.enable_cpu_offload=false training.gc_debug=false
+training.gc_freq=50 training.global_batch_size=-1 training.local_batch_size=8
+training.max_norm=1.0 training.mixed_precision_param=bfloat16
+training.mixed_precision_reduce=float32 training.seq_len=2048 training.steps=10000
+validation.dataloader.num_workers=0 validation.dataloader.persistent_workers=false
+validation.dataloader.pin_memory=false validation.dataloader.prefetch_factor
+validation.dataset=c4_validation validation.dataset_path validation.enable=false
+validation.freq=10 validation.local_batch_size=8 validation.seq_len=2048 validation.steps=-1
+"""
+
+# torchtitan b5bcd76: Trainer.Config and the default classes of its parts, without the model
+TORCHTITAN_JSON = r"""
+override.imports=[] debug.enable_structured_logging=true debug.save_config_file
+debug.print_config=false debug.batch_invariant=false debug.detect_anomaly=false
+debug.moe_force_load_balance=false debug.deterministic_warn_only=false debug.deterministic=false
+debug.spmd_typechecking=false debug.seed validator.steps=-1 validator.enable=false
+validator.freq=10 comm.mode=default comm.save_traces_file_prefix=rank_
+comm.save_traces_folder=comm_traces comm.trace_buf_size=20000 comm.train_timeout_seconds=100
+comm.init_timeout_seconds=300 compile.backend=inductor compile.components=["model","loss"]
+compile.enable_async_tensor_parallel=false compile.enable=false
+activation_checkpoint.debug=false activation_checkpoint.determinism_check=default
+checkpoint.async_mode=disabled checkpoint.load_only=false
+checkpoint.create_seed_checkpoint=false checkpoint.enable_first_step_checkpoint=false
+checkpoint.exclude_from_loading=[] checkpoint.load_step=-1 checkpoint.keep_latest_k=10
+checkpoint.export_dtype=float32 checkpoint.last_save_in_hf=false
+checkpoint.last_save_model_only=true checkpoint.initial_load_in_hf_quantized=false
+checkpoint.initial_load_in_hf=false checkpoint.initial_load_model_only=true
+checkpoint.initial_load_path checkpoint.interval=500 checkpoint.folder=checkpoint
+checkpoint.enable=false parallelism.expert_parallel_degree=1
+parallelism.context_parallel_ptrr_mask_key parallelism.context_parallel_load_balancer=headtail
+parallelism.context_parallel_degree=1 parallelism.num_pp_microbatches=1
+parallelism.pipeline_parallel_schedule_csv="" parallelism.pipeline_parallel_schedule=1F1B
+parallelism.pipeline_parallel_layers_per_stage
+parallelism.pipeline_parallel_last_stage_less_layers=1
+parallelism.pipeline_parallel_first_stage_less_layers=1 parallelism.module_fqns_per_model_part
+parallelism.pipeline_parallel_degree=1 parallelism.spmd_backend=spmd_types
+parallelism.enable_sequence_parallel=true parallelism.tensor_parallel_degree=1
+parallelism.enable_fsdp_symm_mem=false parallelism.fsdp_reshard_after_forward=default
+parallelism.data_parallel_shard_degree=-1 parallelism.data_parallel_replicate_degree=1
+training.gc_debug=false training.gc_freq=50 training.mixed_precision_reduce=float32
+training.mixed_precision_param=bfloat16 training.dtype=float32
+training.disable_cuda_graphs=false training.enable_cpu_offload=false training.steps=10000
+training.max_norm=1.0 training.max_context_length=2048 training.num_tokens_per_train_step=-1
+training.num_tokens_per_microbatch_per_dp_rank=16384 lr_scheduler.min_lr_factor=0.0
+lr_scheduler.decay_type=linear lr_scheduler.decay_ratio lr_scheduler.total_steps
+lr_scheduler.warmup_steps=200 optimizer.optimizer_factory_kwargs_by_name={}
+optimizer.implementation=fused tokenizer={} metrics.enable_wandb=false
+metrics.save_for_all_ranks=false metrics.save_tb_folder=tb metrics.disable_color_printing=false
+metrics.enable_tensorboard=false metrics.log_freq=10 profiler.trace_post_processor
+profiler.memory_snapshot_max_entries=1000000
+profiler.save_memory_snapshot_folder=profiling/memory_snapshot profiler.memory_snapshot_freq
+profiler.enable_memory_snapshot=false profiler.profiler_warmup=3 profiler.profiler_active=1
+profiler.profiler_skip_first_wait profiler.profiler_skip_first profiler.profiler_repeat
+profiler.profile_freq=10 profiler.save_traces_folder=profiling/traces
+profiler.enable_profiling=false dump_folder=./outputs hf_assets_path=./tests/assets/tokenizer
+"""
+
+# Megatron-LM core_v0.19.0: the parser of megatron/training/arguments.py, without the options of
+# mixtures of experts, latent attention, state-space models, inference, reinforcement learning,
+# vision, float8 and logging. A switch that sets false is off by default.
+MEGATRON = r"""
+tensor_model_parallel_size=1 tensor_parallel_num_weight_shards
+pipeline_model_parallel_comm_backend pipeline_model_parallel_size=1 sequence_parallel=false
+context_parallel_size=1 hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank
+expert_model_parallel_size=1 expert_tensor_parallel_size
+expert_tensor_parallel_num_weight_shards no_initialization=false use_cpu_initialization
+fp16=false bf16=false deterministic_mode=false no_tp_comm_bulk_wgrad=false
+no_tp_comm_bulk_dgrad=false no_tp_comm_overlap_ag=false no_tp_comm_overlap_rs=false
+no_tp_comm_split_ag=false no_tp_comm_split_rs=false cross_entropy_loss_fusion=false
+cross_entropy_fusion_impl=native overlap_moe_expert_parallel_comm=false
+overlap_dispatch_backward_with_experts_wgrad=false use_ring_exchange_p2p=false
+defer_embedding_wgrad_compute=false wgrad_deferral_limit=0
+overlap_p2p_communication_warmup_flush=false microbatch_group_size_per_virtual_pipeline_stage
+cpu_offloading_num_layers=0 cpu_offloading_retain_pinned_cpu_buffers=false num_layers
+account_for_embedding_in_pipeline_split=false account_for_loss_in_pipeline_split=false
+hidden_size num_attention_heads attention_backend=auto flash_attention_version
+softmax_type=vanilla num_query_groups=1 ffn_hidden_size kv_channels hidden_dropout=0.1
+attention_dropout=0.1 fp32_residual_connection=false
+apply_residual_connection_post_layernorm=false norm_epsilon=1e-05 apply_layernorm_1p=false
+disable_bias_linear=false add_qkv_bias=false glu_linear_offset=0.0 activation_func_clamp_value
+rotary_interleaved=false normalization=LayerNorm qk_layernorm=false qk_l2_norm=false
+qk_clip=false qk_clip_alpha=0.5 qk_clip_threshold=100 attention_output_gate=false
+calculate_per_token_loss=false multi_latent_attention=false experimental_attention_variant
+no_dsa_indexer_rotate_activation=false no_dsa_indexer_scoring_relu=false init_method_std=0.02
+embedding_init_method_std init_model_with_meta_device=false use_mup=false
+apply_query_key_layer_scaling=false disable_bf16_reduced_precision_matmul=false
+use_fused_weighted_squared_relu=false fused_residual_rmsnorm=false
+use_transformer_engine_op_fuser=false recompute_granularity recompute_method
+recompute_num_layers distribute_saved_activations=false recompute_modules no_fp8_wgrad=false
+first_last_layers_bf16=false num_layers_at_start_in_bf16=1 num_layers_at_end_in_bf16=1
+use_kitchen_attention=false high_priority_a2a_comm_stream=false
+use_grouped_gemm_for_shared_expert=false use_grouped_gemm_for_dense_mlp=false
+enable_cuda_graph=false external_cuda_graph=false no_clone_scatter_output_in_embedding=false
+flash_decode=false batch_invariant_mode=false use_te_activation_func=false symmetric_ar_type
+nccl_all_reduce_for_prefill=false mrope_section is_hybrid_model=false
+disable_mamba_mem_eff_path=false mlp_chunks_for_prefill=1 mlp_chunks_for_training=1
+transformer_impl=transformer_engine min_offloaded_tensor_size=1048576
+delta_offload_bytes_across_pp_ranks=0 activation_offload_fraction=1.0 encoder_num_layers
+decoder_num_layers group_query_attention=false window_size window_attn_skip_freq
+max_position_embeddings position_embedding_type=learned_absolute
+no_yarn_correction_range_round_to_int=false use_rotary_position_embeddings=false
+rotary_base=10000 rotary_percent=1.0 rotary_seq_len_interpolation_factor use_rope_scaling=false
+rope_scaling_factor=8.0 no_rope_freq no_position_embedding=false
+make_vocab_size_divisible_by=128 openai_gelu=false squared_relu=false swiglu=false
+quick_geglu=false onnx_safe untie_embeddings_and_output_weights=false weight_decay=0.01
+apply_wd_to_qk_layernorm=false clip_grad=1.0 adam_beta1=0.9 adam_beta2=0.999 adam_eps=1e-08
+sgd_momentum=0.9 no_weight_decay_cond_type profile=false profile_step_start=10
+profile_step_end=12 use_pytorch_profiler=false profile_ranks=[] record_memory_history=false
+memory_snapshot_path=snapshot.pickle record_shapes=false nvtx_ranges=false micro_batch_size
+global_batch_size rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed=false
+empty_unused_memory_level=0 check_weight_hash_across_dp_replicas_interval
+gpu_sniff_test_interval train_sync_interval train_iters train_samples exit_interval
+exit_duration_in_mins exit_signal_handler=false exit_signal=SIGTERM
+exit_signal_handler_for_dataloader=false exit_signal_handler_for_training=false manual_gc=false
+manual_gc_interval=0 no_manual_gc_eval=false iterations_to_skip=[] batch_size
+recompute_activations=false no_check_for_nan_in_loss_and_grad=false check_for_large_grads=false
+result_rejected_tracker_filename checkpoint_activations=false no_masked_softmax_fusion=false
+no_bias_gelu_fusion=false no_bias_swiglu_fusion=false no_bias_dropout_fusion=false
+no_rope_fusion=false rope_type use_flash_attn=false optimizer=adam optimizer_cpu_offload=false
+optimizer_cuda_graph=false optimizer_offload_fraction=1.0
+use_torch_optimizer_for_cpu_offload=false overlap_cpu_optimizer_d2h_h2d=false
+dump_param_to_param_group_map no_pin_cpu_grads=false no_pin_cpu_params=false dataloader_type
+no_persist_layer_norm=false no_gradient_accumulation_fusion=false use_mcore_models=false
+seed=1234 te_rng_tracker=false data_parallel_random_init=false init_method_xavier_uniform=false
+lr_decay_style=linear lr_wsd_decay_style=exponential lr_decay_iters lr_decay_samples
+lr_wsd_decay_iters lr_wsd_decay_samples lr_warmup_fraction lr_warmup_iters=0 lr_warmup_samples=0
+lr_warmup_init=0.0 override_opt_param_scheduler=false use_checkpoint_opt_param_scheduler=false
+start_weight_decay end_weight_decay weight_decay_incr_style=constant lr warmup min_lr=0.0
+decoupled_lr decoupled_min_lr freeze_all_layers=false save load load_main_params_from_ckpt=false
+finetune=false pretrained_checkpoint ckpt_step use_checkpoint_args=false
+use_mp_args_from_checkpoint_args=false no_use_tokenizer_model_from_checkpoint_args=false
+exit_on_missing_checkpoint=false ckpt_format=torch_dist auto_detect_ckpt_format=false
+ckpt_convert_format ckpt_convert_save ckpt_convert_update_legacy_dist_opt_format=false
+no_ckpt_fully_parallel_save=false use_persistent_ckpt_worker=false
+ckpt_fully_parallel_load=false ckpt_fully_parallel_load_exchange_algo=broadcast
+ckpt_fully_parallel_save_process_group=dp ckpt_fully_parallel_load_process_group=dp
+ckpt_assume_constant_structure=false no_ckpt_load_validate_sharding_integrity=false
+no_strict_fsdp_dtensor_load=false dist_ckpt_strictness=assume_ok_unexpected
+dist_ckpt_save_pre_mcore_014=false dist_ckpt_optim_fully_reshardable=false
+distrib_optim_fully_reshardable_mem_efficient=false replication=false replication_jump
+replication_factor=2 verify_integrity=false no_stream_ckpt_dequant=false no_save_optim
+no_save_rng no_load_optim no_load_rng override_ckpt_iteration use_dist_ckpt=false
+dist_ckpt_format dist_ckpt_workers=1 ckpt_fully_parallel_save=false grad_reduce_in_bf16=false
+loss_scale initial_loss_scale=4294967296 min_loss_scale=1.0 loss_scale_window=1000 hysteresis=2
+attention_softmax_in_fp32=false accumulate_allreduce_grads_in_fp32=false
+fp16_lm_cross_entropy=false reuse_grad_buf_for_mxfp8_param_ag=false distributed_backend=nccl
+distributed_timeout_minutes=10 no_align_grad_reduce=false local_rank=0 lazy_mpu_init=false
+use_megatron_fsdp=false use_torch_fsdp2=false nccl_communicator_config_path
+use_tp_pp_dp_mapping=false disable_gloo_process_groups=false use_sharp=false sharp_enabled_group
+high_priority_stream_groups=[] distributed_timeout_seconds_after_init
+no_flight_recorder_dump_on_timeout=false no_flight_recorder_include_only_active=false
+no_flight_recorder_extra_dump_on_exec=false disable_jit_fuser=false
+decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+pipeline_model_parallel_layout model_parallel_size num_layers_per_virtual_pipeline_stage
+num_virtual_stages_per_pipeline_rank no_overlap_p2p_communication=false
+overlap_grad_reduce=false ddp_num_buckets ddp_bucket_size
+ddp_pad_buckets_for_high_nccl_busbw=false ddp_reduce_scatter_with_fp32_accumulation=false
+ddp_param_name_patterns_for_fp32_local_accumulation=[] ddp_average_in_collective=false
+overlap_param_gather=false overlap_param_gather_with_optimizer_step=false
+no_align_param_gather=false use_distributed_optimizer=false no_use_layer_wise_param_layout=false
+use_nccl_ub=false disable_symmetric_registration=false create_all_gather_group=false
+data_parallel_sharding_strategy=optim_grads_params outer_dp_sharding_strategy=no_shard
+no_gradient_reduce_div_fusion=false suggested_communication_unit_size
+keep_fp8_transpose_cache=false enable_full_sharding_in_hsdp=false
+num_distributed_optimizer_instances=1 torch_fsdp2_no_reshard_after_forward=false
+cp_comm_type=["p2p"] fake_process_group=false eval_iters=100 eval_interval start_eval_at_iter
+eval_global_batch_size eval_micro_batch_size skip_train=false test_mode=false
+full_validation=false multiple_validation_sets=false validation_set_names data_path
+phase_transition_iterations split train_data_path valid_data_path test_data_path data_args_path
+per_split_data_args_path per_dataset_sequences_path dataloader_fast_cache_load=false
+dataloader_defer_npy_index_mmap=false data_cache_path no_mmap_bin_files=false mock_data=false
+seq_length encoder_seq_length decoder_seq_length sample_rate=1.0 mask_prob=0.15
+short_seq_prob=0.1 num_workers=2 reset_position_ids=false reset_attention_mask=false
+dataloader_inter_document_masking=false eod_mask_loss=false
+no_create_attention_mask_in_dataloader=false num_dataset_builder_threads=1
+object_storage_cache_path mid_level_dataset_surplus=0.005 allow_ambiguous_pad_tokens=false
+vocab_size padded_vocab_size no_pad_vocab_size=false vocab_file merge_file vocab_extra_ids=0
+tiktoken_pattern tiktoken_num_special_tokens=1000
+no_tokenizer_sentencepiece_ignore_extra_whitespaces=false trust_remote_code=false
+null_tokenizer_eod_id null_tokenizer_pad_id=-1 chat_template timing_log_level=0
+timing_log_option=minmax tensorboard_dir tensorboard_log_interval=1 tensorboard_queue_size=1000
+no_log_loss_scale_to_tensorboard=false no_barrier_with_level_1_timing=false wandb_project
+wandb_exp_name wandb_save_dir wandb_entity logging_level straggler_ctrlr_port=65535
+straggler_minmax_count=1 disable_straggler_on_startup=false te_precision_config_file
+enable_experimental=false spec yaml_cfg use_precision_aware_optimizer=false
+main_grads_dtype=fp32 main_params_dtype=fp32 exp_avg_dtype=fp32 exp_avg_sq_dtype=fp32
+error_injection_rate=0 error_injection_type=transient_error rerun_mode=validate_results
+check_for_spiky_loss=false sft=false sft_tokenizer_prompt_format=nemotron-h-aligned
+hybrid_context_parallel=false tp_comm_overlap=false delay_wgrad_compute=false mtp_num_layers
+fp8_format fp4_format cuda_graph_impl=none perform_rl_step=false save_interval
+save_retain_interval non_persistent_save_interval non_persistent_ckpt_type async_save=false
+fim_data=false disable_pad_vocab_size=false tokenizer_type tokenizer_model num_experts
+heterogeneous_layers_config_path log_interval=100 log_params_norm=false log_throughput=false
+log_progress=false log_timers_to_tensorboard=false log_validation_ppl_to_tensorboard=false
+log_memory_to_tensorboard=false log_num_zeros_in_grad=false log_world_size_to_tensorboard=false
+log_straggler=false hybrid_layer_pattern hybrid_override_pattern
+"""
+
+# DeepSpeed v0.19.5: deepspeed/runtime/config.py and the config classes of its parts
+DEEPSPEED = r"""
+train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print
+gradient_clipping=1.0 communication_data_type seq_parallel_communication_data_type=fp32
+prescale_gradients=false gradient_predivide_factor=1.0 gradient_allreduce_op=mean
+sparse_gradients=false disable_allgather=false dump_state=false wall_clock_breakdown=false
+memory_breakdown=false zero_allow_untested_optimizer=false zero_force_ds_cpu_optimizer=true
+amp.enabled=false torch_autocast.enabled=false torch_autocast.dtype graph_harvesting=false
+sequence_parallel_size=1 managed_gradient_accumulation=true
+use_data_before_expert_parallelism=false dataloader_drop_last=false log_level optimizer.type
+optimizer.legacy_fusion=false optimizer.params.lr=0.001 optimizer.params.betas=[0.9,0.999]
+optimizer.params.eps=1e-08 optimizer.params.weight_decay=0.0 optimizer.params.adam_w_mode=true
+optimizer.params.torch_adam=false optimizer.params.bias_correction=true
+optimizer.params.amsgrad=false optimizer.params.fp32_optimizer_states=true scheduler.type
+scheduler.params.warmup_min_lr=0.0 scheduler.params.warmup_max_lr
+scheduler.params.warmup_num_steps=1000 scheduler.params.warmup_type=log
+scheduler.params.total_num_steps scheduler.params.cos_min_ratio=0.0001
+scheduler.params.warmup_min_ratio=0.0 activation_checkpointing.partition_activations=false
+activation_checkpointing.number_checkpoints
+activation_checkpointing.contiguous_memory_optimization=false
+activation_checkpointing.synchronize_checkpoint_boundary=false
+activation_checkpointing.profile=false activation_checkpointing.cpu_checkpointing=false
+data_types.grad_accum_dtype elasticity.enabled=false data_efficiency.enabled=false
+curriculum_learning.enabled=false progressive_layer_drop.enabled=false eigenvalue.enabled=false
+checkpoint.tag_validation=Warn checkpoint.load_universal=false
+checkpoint.use_node_local_storage=false checkpoint.parallel_write.pipeline_stage=false
+checkpoint.checkpoint_serialization=true flops_profiler.enabled=false
+flops_profiler.recompute_fwd_factor=0.0 flops_profiler.profile_step=1
+flops_profiler.module_depth=-1 flops_profiler.top_modules=1 flops_profiler.detailed=true
+flops_profiler.output_file comms_logger.enabled=false comms_logger.verbose=false
+comms_logger.prof_all=true comms_logger.debug=false comms_logger.prof_ops=[]
+sparse_attention.mode expert_parallel.autoep_size zero_optimization.stage=0
+zero_optimization.contiguous_gradients=true zero_optimization.reduce_scatter=true
+zero_optimization.reduce_bucket_size=500000000
+zero_optimization.use_multi_rank_bucket_allreduce=true
+zero_optimization.allgather_partitions=true zero_optimization.allgather_bucket_size=500000000
+zero_optimization.overlap_comm zero_optimization.load_from_fp32_weights=true
+zero_optimization.elastic_checkpoint=false zero_optimization.sub_group_size=1000000000
+zero_optimization.stage3_prefetch_bucket_size=50000000
+zero_optimization.stage3_param_persistence_threshold=100000
+zero_optimization.stage3_model_persistence_threshold=9223372036854775807
+zero_optimization.stage3_max_live_parameters=1000000000
+zero_optimization.stage3_max_reuse_distance=1000000000
+zero_optimization.stage3_gather_16bit_weights_on_model_save=false
+zero_optimization.stage3_module_granularity_threshold=0
+zero_optimization.stage3_use_all_reduce_for_fetch_params=false
+zero_optimization.stage3_allgather_sequential=false
+zero_optimization.ignore_unused_parameters=true zero_optimization.legacy_stage1=false
+zero_optimization.round_robin_gradients=false zero_optimization.zero_hpz_partition_size=1
+zero_optimization.zero_quantized_weights=false
+zero_optimization.zero_quantized_nontrainable_weights=false
+zero_optimization.zero_quantized_gradients=false zero_optimization.zeropp_loco_param
+zero_optimization.mics_shard_size=-1 zero_optimization.mics_hierarchical_params_gather=false
+zero_optimization.memory_efficient_linear=true
+zero_optimization.pipeline_loading_checkpoint=false zero_optimization.override_module_apply=true
+zero_optimization.log_trace_cache_warnings=false zero_optimization.enable_sanity_checks=false
+zero_optimization.save_muon_momentum_buffer_in_memory=false
+zero_optimization.offload_param.device=none zero_optimization.offload_param.nvme_path
+zero_optimization.offload_param.buffer_count=5
+zero_optimization.offload_param.buffer_size=100000000
+zero_optimization.offload_param.max_in_cpu=1000000000
+zero_optimization.offload_param.pin_memory=true zero_optimization.offload_optimizer.device=none
+zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.buffer_count=4
+zero_optimization.offload_optimizer.pin_memory=true
+zero_optimization.offload_optimizer.pipeline_read=false
+zero_optimization.offload_optimizer.pipeline_write=false
+zero_optimization.offload_optimizer.fast_init=false
+zero_optimization.offload_optimizer.ratio=1.0
+zero_optimization.offload_optimizer.super_offload=false
+zero_optimization.offload_optimizer.cpuadam_cores_perc=0.8 bf16.enabled=false
+bf16.immediate_grad_update=false bf16.check_grad_overflow=true
+bf16.bf16_master_weights_and_grads=false bf16.bf16_optimizer_states=false fp16.enabled=false
+fp16.auto_cast=false fp16.loss_scale=0 fp16.initial_scale_power=16 fp16.loss_scale_window=1000
+fp16.hysteresis=2 fp16.consecutive_hysteresis=false fp16.min_loss_scale=1
+fp16.fp16_master_weights_and_grads=false tensor_parallel.autotp_size=0
+tensor_parallel.tp.tp_size=1 tensorboard.enabled=false tensorboard.output_path=""
+tensorboard.job_name=DeepSpeedJobName wandb.enabled=false wandb.group wandb.team
+wandb.project=deepspeed csv_monitor.enabled=false csv_monitor.output_path=""
+csv_monitor.job_name=DeepSpeedJobName comet.enabled=false comet.samples_log_interval=100
+comet.project comet.workspace comet.api_key comet.experiment_name comet.experiment_key
+comet.online comet.mode compile.deepcompile=false compile.free_activation=false
+compile.free_activation_threshold=10485760 compile.offload_activation=false
+compile.offload_opt_states=false compile.double_buffer=true compile.symmetric_memory=false
+compile.debug_log=false compile.offload_parameters=false compile.sync_before_reduce=false
+compile.sync_after_reduce=false compile.sync_before_allgather=false
+compile.sync_after_allgather=false compile.keep_int_input_tensors=true
+compile.keep_all_input_tensors=false compile.passes
+"""
