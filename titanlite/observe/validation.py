@@ -4,9 +4,8 @@ What it is: the loss summed over all ranks, divided by the number of targets of 
 token counts once in any division into batches. Bits per byte is the same sum in bits, divided by
 the bytes of text, so it is comparable across tokenizers. Only a text that is shorter than a
 sequence is packed here, so these losses do not depend on `data.packing`, but they do depend on
-`data.document_mask`. With several sources,
-the mean of their losses, weighted by `data.sources` as training is, decides which checkpoints
-`checkpoint.keep_best` keeps.
+`data.document_mask`. With several sources, the mean of their losses, weighted by `data.sources` as
+training is, decides which checkpoints `checkpoint.keep_best` keeps.
 What it costs: a third of a training step per token.
 """
 

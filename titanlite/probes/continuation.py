@@ -6,8 +6,8 @@ the loss takes the logits of each prompt's last token. It finds them by the labe
 sharded over cp and divided into microbatches like the tokens. Exactly one rank (under tp, one tp
 group) has the logits of a prompt; all others add zeros, so a sum over all axes gives them to every
 rank. Rank 0 chooses the tokens, because processors of different kinds may draw different ones.
-Why it is here: samples of text and answers to questions need it. Weights stay where they are, so
-this works for a model that fits on no single device.
+Why it is here: samples of text need it. Weights stay where they are, so this works for a model that
+fits on no single device.
 What it costs: there is no key/value cache, because pipelines and context parallel would have to
 divide it too. Each new token costs a forward of one local batch of whole sequences on every rank
 (about a third of the time of training on it), one all-reduce of P V fp32 numbers for each axis,
@@ -43,7 +43,6 @@ class Choice(NamedTuple):
     temperature: float  # 0: always the most likely one
     seed: int  # the first prompt's; see `row_seed`
     ends: Set[int]  # tokens that end a text, and are not part of it
-    end: str = ""  # a string that also ends a text; empty: none
 
 
 class Continuation:
@@ -77,7 +76,6 @@ class Continuation:
             torch.Generator().manual_seed(row_seed(choice.seed, i)) for i in range(len(rows))
         ]
         open_rows = set(range(len(rows)))
-        texts = [""] * len(rows)
         for _ in range(choice.new_tokens):
             if not open_rows:
                 break
@@ -93,13 +91,12 @@ class Continuation:
                 ended = token in choice.ends
                 if not ended:
                     rows[i].append(token)
-                    texts[i] = self.tokenizer.decode(rows[i][len(prompts[i]) :])
-                if choice.end and choice.end in texts[i]:
-                    texts[i] = texts[i].partition(choice.end)[0]
-                    ended = True
                 if ended or len(rows[i]) == self.seq_len:
                     open_rows.remove(i)
-        return texts
+        return [
+            self.tokenizer.decode(row[len(prompt) :])
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
 
     def _choose(
         self,

@@ -12,9 +12,9 @@ import pytest
 from fuzz_samples import RANKS, TEXT, Reader, given, json_lines
 from messages import refused
 
-from titanlite.data.json_rows import JsonRow
 from titanlite.model.generate import Row
 from titanlite.tokenizer.tokenizer import Tokenizer
+from titanlite.tools.cli.json_rows import JsonRow
 from titanlite.tools.cli.prompt_file import (
     batches_of,
     read_prompts,

@@ -28,7 +28,7 @@ from titanlite.tools.cli.several import add_processes_option, is_to_start, join,
 if TYPE_CHECKING:
     import torch
 
-    from titanlite.data.json_rows import JsonRow
+    from titanlite.tools.cli.json_rows import JsonRow
     from titanlite.tools.formats.full_state import FullState
     from titanlite.tools.formats.shared_model import SharedModel
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.data.json_rows import JsonRow, raise_problems, read_rows, text_problem
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import replace_file
+from titanlite.tools.cli.json_rows import JsonRow, raise_problems, read_rows, text_problem
 
 if TYPE_CHECKING:  # these import torch, and the file is read before that
     from titanlite.model.generate import Row

@@ -1,4 +1,4 @@
-"""Files of rows that are read whole: prompts of `titanlite generate`, questions of a validation.
+"""Reads files of rows whole: the prompts of `titanlite generate`.
 
 What it is: each line is a JSON object, or, in a file whose name ends with .txt, a text. One error
 lists all wrong lines by number, before anything is computed. Lines end with a line feed; blank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from messages import refused
 
-from titanlite.data.json_rows import SHOWN, JsonRow, read_rows, text_problem
+from titanlite.tools.cli.json_rows import SHOWN, JsonRow, read_rows, text_problem
 
 
 def problem_of(values):
