@@ -35,7 +35,9 @@ OPTIONS = [
     "--training.local_batch_size=4",
     "--training.compute_dtype=float32",
 ]
-SHOWN = ("tok_embeddings.weight", "attention_norm.weight", "wq.weight", "wo.weight", "w2.weight")
+SHOWN = ("tok_embeddings.weight", "attention_norm.weight", "wq.weight", "wo.weight")
+# Part of the step -> the block whose collectives over tp are shown; the other repeats them
+BLOCK_SHOWN = {"forward": "layers.0", "backward": "layers.1", "gradient sum": "layers.1"}
 
 
 class Wait(NamedTuple):
@@ -51,32 +53,31 @@ WAITS = [
     Wait(
         "titanlite/distributed/agreement.py",
         "return int(combined)",
-        "for the other hosts, over gloo: it reads the bits that all have combined. The device is "
-        "not waited for",
+        "for the other hosts, over gloo, and not for the device",
         "every step",
     ),
     Wait(
         "titanlite/distributed/agreement.py",
         "receiving.wait()",
-        "the same from 32 ranks on: for messages from the ranks 1, 2, 4, ... before this one",
+        "the same, from 32 ranks on",
         "every step",
     ),
     Wait(
         "titanlite/checkpoint/manager.py",
         "self.saver.wait_for_staging()",
-        "for an asynchronous save that still copies the state, which the update would change",
+        "for an asynchronous save that still copies the state",
         "the step after a save",
     ),
     Wait(
         "titanlite/optim/stability.py",
         "copied.synchronize()",
-        "for the loss and the norm of a step some steps ago, which the device has passed by now",
-        "every step on a GPU, if `stability` has another action than `stop` or a threshold",
+        "for nothing, as a rule: the loss and the norm of a step some steps ago",
+        "every step on a GPU, if `stability` skips, rolls back or has a threshold",
     ),
     Wait(
         "titanlite/optim/stability.py",
         "norm = float(grad_norm)",
-        "for the device: the loss and the gradient norm of this step (`guard.read` in train.py)",
+        "for the device: loss and gradient norm of this step",
         "steps that log, validate or save",
     ),
     Wait(
@@ -88,13 +89,13 @@ WAITS = [
     Wait(
         "titanlite/observe/step_times.py",
         "at.synchronize()",
-        "for the device to reach the end of the step's last phase, to read its time",
+        "for the device: the end of the step's last phase",
         "logged steps",
     ),
     Wait(
         "titanlite/observe/ranks.py",
         "seconds, memories = table.T.tolist()",
-        "for the device and all ranks: the table of their step times and memory",
+        "for the device and all ranks: step times and memory",
         "logged steps",
     ),
     Wait(
@@ -106,7 +107,7 @@ WAITS = [
     Wait(
         "titanlite/probes/noise_scale.py",
         "gradient, variance = self.averages.tolist()",
-        "for the device: the averages of the gradient noise scale",
+        "for the device: the gradient noise scale",
         "logged steps, with `metrics.noise_scale_freq`",
     ),
     Wait(
@@ -118,13 +119,13 @@ WAITS = [
     Wait(
         "titanlite/probes/activations.py",
         "self._write(names, figures.tolist())",
-        "for the device: figures of the activations of each layer",
+        "for the device: activations of each layer",
         "steps of `metrics.activations_freq`",
     ),
     Wait(
         "titanlite/observe/metrics.py",
         "torch.accelerator.synchronize(self.device)",
-        "for the device, so that validation and saving do not count as training time",
+        "for the device: the end of the training time",
         "before a validation or a save",
     ),
     Wait(
@@ -136,13 +137,13 @@ WAITS = [
     Wait(
         "titanlite/probes/continuation.py",
         "chosen = self._choose(logits.cpu()",
-        "for the device: the logits of each token that is generated",
+        "for the device: the logits of each new token",
         "samples, beside a validation",
     ),
     Wait(
         "titanlite/checkpoint/async_save.py",
         "self.wait()",
-        "for the save before, if it is asynchronous and still writes",
+        "for an asynchronous save that still writes",
         "before a save",
     ),
 ]
@@ -174,11 +175,26 @@ def event_rows(events: Iterable[Event]) -> Iterator[list[str]]:
         ]
 
 
+def repeats(event: Event) -> bool:
+    """Whether this is a collective over tp of the block that is not shown."""
+    shown = BLOCK_SHOWN.get(event.place.phase)
+    return (
+        shown is not None
+        and "layers." in event.tensor
+        and event.axis == "tp"
+        and shown not in event.tensor
+    )
+
+
 def events(*phases: str) -> Callable[[Explanation], str]:
     """The collectives of these parts of the step."""
 
     def of(step: Explanation) -> str:
-        chosen = [event for event in step.lanes[0].events if event.place.phase in phases]
+        chosen = [
+            event
+            for event in step.lanes[0].events
+            if event.place.phase in phases and not repeats(event)
+        ]
         head = ("", "axis", "collective", "tensor", "this rank gives", "whole")
         return table(head, event_rows(chosen))
 
@@ -206,29 +222,20 @@ def rows_of_ranks(step: Explanation) -> str:
 
 
 def memory(step: Explanation) -> str:
+    """The first and the last collective, and the one at which most is in memory."""
     lane = step.lanes[0]
+    fullest = max(lane.events, key=lambda event: sum(event.held.values()))
     rows = []
-    for event in lane.events:
-        if event.number % 6 == 1:
-            parts = ", ".join(
-                f"{name.replace('_', ' ')} {bytes_text(size)}"
-                for name, size in event.held.items()
-                if size
-            )
-            rows.append(
-                [str(event.number), event.place.phase, bytes_text(sum(event.held.values())), parts]
-            )
+    for event in (lane.events[0], fullest, lane.events[-1]):
+        parts = ", ".join(
+            f"{name.replace('_', ' ')} {bytes_text(size)}"
+            for name, size in event.held.items()
+            if size
+        )
+        rows.append(
+            [str(event.number), event.place.phase, bytes_text(sum(event.held.values())), parts]
+        )
     return table(("before", "part", "in memory", "of which"), rows)
-
-
-def overlap(step: Explanation) -> str:
-    lane = step.lanes[0]
-    rows = [
-        [str(event.number), f"{event.kind} of {event.tensor}", event.behind]
-        for event in lane.events
-        if not event.behind.startswith("nothing")
-    ]
-    return table(("", "communication", "could overlap with"), rows)
 
 
 def waits(step: Explanation) -> str:
@@ -247,7 +254,6 @@ BLOCKS = {
     "sums": sums,
     "rows": rows_of_ranks,
     "memory": memory,
-    "overlap": overlap,
     "waits": waits,
 }
 
