@@ -17,11 +17,11 @@ from pathlib import Path
 from titanlite.tools.faults.catalogue import FAULTS
 from titanlite.tools.faults.experiment import Experiments
 from titanlite.tools.faults.fault import CHECKS, OF_A_FILE, Fault
-from titanlite.tools.faults.quiz import describe_layout, number
+from titanlite.tools.faults.quiz import number
 from titanlite.tools.verify.pool import Pool
 
 PAGE = Path(__file__).with_name("faults.md")
-FIRST = ("fault", "what is planted", "shipped by", "layout", "off first")
+FIRST = ("fault", "what is planted", "shipped by", "off first")
 
 
 def link(thread: str) -> str:
@@ -39,7 +39,7 @@ def prediction(fault: Fault) -> str:
 def description(fault: Fault) -> list[str]:
     """The cells of a row before the figures."""
     threads = ", ".join(link(thread) for thread in fault.threads) or "-"
-    return [f"`{fault.name}`", fault.title, threads, describe_layout(fault), prediction(fault)]
+    return [f"`{fault.name}`", fault.title, threads, prediction(fault)]
 
 
 def row(fault: Fault, experiments: Experiments) -> str:

@@ -18,9 +18,8 @@ from typing import NamedTuple
 from titanlite.config.load import load_config
 from titanlite.tools.cli.plan_command import model_of
 from titanlite.tools.explain.events import Event, Explanation
-from titanlite.tools.explain.explain import explain, totals
+from titanlite.tools.explain.explain import explain
 from titanlite.tools.explain.sentences import line_of
-from titanlite.tools.explain.show import part_text
 from titanlite.tools.plan.amounts import bytes_text
 
 PAGE = Path(__file__).with_name("one_step.md")
@@ -35,7 +34,6 @@ OPTIONS = [
     "--training.local_batch_size=4",
     "--training.compute_dtype=float32",
 ]
-SHOWN = ("tok_embeddings.weight", "attention_norm.weight", "wq.weight", "wo.weight")
 # Part of the step -> the block whose collectives over tp are shown; the other repeats them
 BLOCK_SHOWN = {"forward": "layers.0", "backward": "layers.1", "gradient sum": "layers.1"}
 
@@ -201,26 +199,6 @@ def events(*phases: str) -> Callable[[Explanation], str]:
     return of
 
 
-def sums(step: Explanation) -> str:
-    lane = step.lanes[0]
-    rows = [
-        (axis, kind, str(one.calls), bytes_text(one.whole_bytes), bytes_text(one.sent_bytes))
-        for (axis, kind), one in sorted(totals(lane.events).items())
-    ]
-    return table(("axis", "collective", "calls", "whole", "sent"), rows)
-
-
-def rows_of_ranks(step: Explanation) -> str:
-    ranks = range(step.processes)
-    rows = []
-    for parameter in step.parameters:
-        if parameter.name.endswith(SHOWN) and "layers.1" not in parameter.name:
-            held = [part_text(parameter.holdings[rank], parameter) for rank in ranks]
-            shape = " x ".join(map(str, parameter.shape))
-            rows.append([f"`{parameter.name}`", shape, *held])
-    return table(("parameter", "shape", *(f"rank {rank}" for rank in ranks)), rows)
-
-
 def memory(step: Explanation) -> str:
     """The first and the last collective, and the one at which most is in memory."""
     lane = step.lanes[0]
@@ -247,12 +225,9 @@ def waits(step: Explanation) -> str:
 
 
 BLOCKS = {
-    "data": events("data"),
-    "forward": events("forward"),
+    "forward": events("data", "forward"),
     "backward": events("backward", "gradient sum"),
     "end": events("clip", "update", "agreement", "loss", "metrics"),
-    "sums": sums,
-    "rows": rows_of_ranks,
     "memory": memory,
     "waits": waits,
 }
