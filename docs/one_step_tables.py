@@ -43,106 +43,82 @@ class Wait(NamedTuple):
 
     file: str
     text: str  # of the line
-    why: str
-    often: str
+    when: str  # and for what, if not for the device
 
 
 WAITS = [
     Wait(
         "titanlite/distributed/agreement.py",
         "return int(combined)",
-        "for the other hosts, over gloo, and not for the device",
-        "every step",
+        "every step, for the other hosts, over gloo",
     ),
     Wait(
         "titanlite/distributed/agreement.py",
         "receiving.wait()",
-        "the same, from 32 ranks on",
-        "every step",
+        "every step, for the other hosts, from 32 ranks on",
     ),
     Wait(
         "titanlite/checkpoint/manager.py",
         "self.saver.wait_for_staging()",
-        "for an asynchronous save that still copies the state",
-        "the step after a save",
+        "the step after an asynchronous save, for the copy of the state",
     ),
     Wait(
         "titanlite/optim/stability.py",
         "copied.synchronize()",
-        "for nothing, as a rule: the loss and the norm of a step some steps ago",
-        "every step on a GPU, if `stability` skips, rolls back or has a threshold",
+        "every step on a GPU, if `stability` skips, rolls back or has a threshold: the device has, "
+        "as a rule, passed this step some steps ago",
     ),
     Wait(
         "titanlite/optim/stability.py",
         "norm = float(grad_norm)",
-        "for the device: loss and gradient norm of this step",
         "steps that log, validate or save",
     ),
-    Wait(
-        "titanlite/observe/metrics.py",
-        "torch.stack(scalars).tolist()",
-        "for the device, which has just been waited for",
-        "logged steps",
-    ),
-    Wait(
-        "titanlite/observe/step_times.py",
-        "at.synchronize()",
-        "for the device: the end of the step's last phase",
-        "logged steps",
-    ),
+    Wait("titanlite/observe/metrics.py", "torch.stack(scalars).tolist()", "logged steps"),
+    Wait("titanlite/observe/step_times.py", "at.synchronize()", "logged steps"),
     Wait(
         "titanlite/observe/ranks.py",
         "seconds, memories = table.T.tolist()",
-        "for the device and all ranks: step times and memory",
-        "logged steps",
+        "logged steps, for all ranks too",
     ),
     Wait(
         "titanlite/optim/loss_scale.py",
         "torch.stack([self.scale, self.skipped]).tolist()",
-        "for the device: the loss scale of float16",
         "logged steps, with float16",
     ),
     Wait(
         "titanlite/probes/noise_scale.py",
         "gradient, variance = self.averages.tolist()",
-        "for the device: the gradient noise scale",
         "logged steps, with `metrics.noise_scale_freq`",
     ),
     Wait(
         "titanlite/probes/layer_norms.py",
         "self._write(torch.stack((gradient, weight, update / weight)).tolist())",
-        "for the device: norms of each layer",
         "steps of `metrics.layer_norms_freq`",
     ),
     Wait(
         "titanlite/probes/activations.py",
         "self._write(names, figures.tolist())",
-        "for the device: activations of each layer",
         "steps of `metrics.activations_freq`",
     ),
     Wait(
         "titanlite/observe/metrics.py",
         "torch.accelerator.synchronize(self.device)",
-        "for the device: the end of the training time",
         "before a validation or a save",
     ),
     Wait(
         "titanlite/observe/validation.py",
         "return Sums(float(self.mesh.sum_losses(loss))",
-        "for the device: the loss on held-out text",
         "each validation set",
     ),
     Wait(
         "titanlite/probes/continuation.py",
         "chosen = self._choose(logits.cpu()",
-        "for the device: the logits of each new token",
-        "samples, beside a validation",
+        "each new token of a sample",
     ),
     Wait(
         "titanlite/checkpoint/async_save.py",
         "self.wait()",
-        "for an asynchronous save that still writes",
-        "before a save",
+        "before a save, for an asynchronous one that still writes",
     ),
 ]
 
@@ -220,8 +196,8 @@ def waits(step: Explanation) -> str:
     rows = []
     for wait in WAITS:
         place = line_of(wait.file, wait.text)
-        rows.append([f"[{place}](../{wait.file})", f"`{wait.text}`", wait.why, wait.often])
-    return table(("line", "what it says", "the host waits", "how often"), rows)
+        rows.append([f"[{place}](../{wait.file})", f"`{wait.text}`", wait.when])
+    return table(("line", "what it says", "when"), rows)
 
 
 BLOCKS = {
