@@ -51,6 +51,23 @@ def test_a_text_without_targets_is_refused(monkeypatch):
         validator.run(None)
 
 
+def test_targets_that_encode_no_bytes_have_no_bits_per_byte(monkeypatch):
+    """A mean over nothing is not a number."""
+    written: list[dict[str, float]] = []
+    validator = object.__new__(Validator)
+    validator.config = ValidationConfig(freq=1)
+    validator.windows = {"web": None}
+    validator.data = [SimpleNamespace(name="web", weight=1.0)]
+    validator.metrics = SimpleNamespace(
+        progress=SimpleNamespace(step=1), log_validation=lambda *_: None, write=written.append
+    )
+    monkeypatch.setattr(Validator, "sums", lambda *arguments: Sums(3.0, 2, 0))
+    assert validator.run(None) == 1.5
+    assert written == [
+        {"step": 1, "validation/web/loss": 1.5, "validation/web/perplexity": math.exp(1.5)}
+    ]
+
+
 def test_the_first_forward_is_timed_for_the_eta(monkeypatch):
     """It compiles; later ones do not count."""
     validator = object.__new__(Validator)

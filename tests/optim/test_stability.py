@@ -39,12 +39,13 @@ def acts_on(guard: Guard) -> Verdict:
 
 
 NO_OVERFLOW = torch.zeros((), dtype=torch.bool)
+HAS_TARGETS = torch.zeros((), dtype=torch.bool)  # the step is not empty
 
 
 def withheld(guard: Guard, losses: Tensor, norms: Tensor, first: int = 1) -> list[int]:
     """The positions of the steps whose updates are withheld."""
     decided = (
-        guard.decide(first + i, now, NO_OVERFLOW)[1]
+        guard.decide(first + i, now, NO_OVERFLOW, HAS_TARGETS)[1]
         for i, now in enumerate(torch.stack([losses, norms], dim=1))
     )
     return [i for i, bad in enumerate(decided) if bad]
@@ -109,6 +110,22 @@ def test_what_is_not_finite_never_enters_the_window():
         assert robust_z(one.values, one.counts[0], now).isfinite().all()
 
 
+def test_a_step_without_targets_is_not_judged():
+    """Its loss is undefined and its gradient 0; neither ends a sequence of broken steps."""
+    losses, norms = healthy(200, 1)
+    guard, other = make_guard(threshold=8, action="skip"), make_guard(threshold=8, action="skip")
+    for one in (guard, other):
+        assert withheld(one, losses, norms) == []
+        assert withheld(one, torch.tensor([NAN]), torch.ones(1), 201) == [0]
+    empty = torch.tensor([NAN, 0.0])
+    for step in range(202, 302):
+        numbers, flag = guard.decide(step, empty, NO_OVERFLOW, ~HAS_TARGETS)
+        assert not flag
+        assert numbers[0] == 0
+    assert torch.equal(guard.values, other.values)
+    assert torch.equal(guard.counts, other.counts)
+
+
 def test_z_is_that_of_the_definition():
     """Not full, full and around; with a fall, which is taken out, and a rise, which is not."""
     generator = torch.Generator().manual_seed(0)
@@ -148,7 +165,8 @@ def test_deciding_reads_nothing_from_the_device(action):
     with FakeTensorMode():
         guard = make_guard(action=action, threshold=8, warmup_steps=0)
         for step in range(1, 4):
-            numbers, flag = guard.decide(step, torch.ones(2), torch.zeros((), dtype=torch.bool))
+            no = torch.zeros((), dtype=torch.bool)
+            numbers, flag = guard.decide(step, torch.ones(2), no, no)
     assert (numbers.shape, flag.shape, flag.dtype) == ((7,), (), torch.bool)
 
 
@@ -175,7 +193,7 @@ def step(guard: Guard, number: int, loss: float, norm: float = 1.0) -> bool:
     (parameter,) = optimizer.param_groups[0]["params"]
     parameter.grad = torch.full((3,), norm)
     guard.scaler.judge(torch.tensor(norm))
-    guard.judge(number, range(8), torch.tensor(loss), torch.tensor(norm))
+    guard.judge(number, range(8), torch.tensor(loss), torch.tensor(norm), torch.tensor(8))
     before = [
         tensor.detach().clone() for tensor in (parameter, *optimizer.state[parameter].values())
     ]

@@ -281,7 +281,7 @@ def withhold_an_offloaded_update(guard: Path) -> None:
             scale.judge(norm)
             assert optimizer.found_inf.device.type == "cpu"
             with mock.patch.object(bad_steps, "send") as send:
-                bad_steps.judge(step, range(2), torch.ones((), device=GPU), norm)
+                bad_steps.judge(step, range(2), torch.ones((), device=GPU), norm, norm)
             assert send.call_args.args[3].device == GPU
             assert optimizer.found_inf.device.type == "cpu"
             optimizer.step()

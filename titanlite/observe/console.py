@@ -40,9 +40,12 @@ def step_line(position: str, row: Row) -> str:
     mfu = "n/a"
     if row["mfu"] is not None:
         mfu = f"{row['mfu']:.1f}%"
+    loss = "n/a"  # a step without targets
+    if row["loss"] is not None:
+        loss = f"{row['loss']:.4f}"
     return (
         f"{position}  "
-        f"loss {row['loss']:.4f}  "
+        f"loss {loss}  "
         f"grad_norm {row['grad_norm']:.3f}  "
         f"lr {row['lr']:.2e}  "
         f"tps {row['tps']:,.0f}  "
@@ -76,8 +79,12 @@ def short_duration(seconds: float) -> str:
     return text
 
 
-def fixed(value: float, digits: int, width: int) -> str:
-    """Formats a number with `digits` decimals, or fewer if they do not fit into `width`."""
+def fixed(value: float | None, digits: int, width: int) -> str:
+    """Formats a number with `digits` decimals, or fewer if they do not fit into `width`; None, an
+    undefined one, is n/a.
+    """
+    if value is None:
+        return "n/a"
     while digits >= 0:
         text = f"{value:,.{digits}f}"
         if len(text) <= width:
@@ -109,10 +116,10 @@ class Column(NamedTuple):
 
 
 def red_unless_finite(key: str) -> Callable[[Row], str]:
-    """Returns the colour function of a figure that must be finite."""
+    """Returns the colour function of a figure that must be finite where it is defined."""
 
     def colour(row: Row) -> str:
-        if math.isfinite(row[key]):
+        if row[key] is None or math.isfinite(row[key]):
             return ""
         return RED
 

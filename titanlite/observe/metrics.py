@@ -105,6 +105,10 @@ class Metrics:
         # Pauses since the last log: (step before it, seconds)
         self.pauses: list[tuple[int, float]] = []
         self.compiling = 0.0  # seconds of this process's first evaluation
+        self._steps = 0  # of this process
+        # Those without targets, on the device
+        self._empty_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self._empty_steps_said = 0
         self.start()
 
     def _drop_later_lines(self) -> None:
@@ -133,6 +137,8 @@ class Metrics:
     def count_step(self, tokens: int, targets: Tensor) -> None:
         """Counts a step; call it after each one, with its tokens and targets over all ranks."""
         self._targets = self._targets + targets  # on the device
+        self._steps += 1
+        self._empty_steps = self._empty_steps + (targets == 0)
         self._add_time()
         self.progress.add(tokens, seconds=0.0)
 
@@ -153,9 +159,9 @@ class Metrics:
 
         It reads from the device, so the host waits.
         """
-        values = (loss, grad_norm, num_targets, self._targets)
+        values = (loss, grad_norm, num_targets, self._targets, self._empty_steps)
         scalars = [value.to(sum_dtype(self.device)) for value in values]
-        loss_value, norm_value, targets, all_targets = torch.stack(scalars).tolist()
+        loss_value, norm_value, targets, all_targets, empty_steps = torch.stack(scalars).tolist()
         self._add_time()
         progress = self.progress
         seconds = progress.seconds - self._seconds_before
@@ -165,7 +171,7 @@ class Metrics:
         self._begin_window()
         row: dict[str, Any] = {
             "step": progress.step,
-            "loss": loss_value,
+            "loss": loss_value if targets else None,
             "grad_norm": norm_value,
             "lr": lr,
             "tokens": progress.tokens,
@@ -178,7 +184,7 @@ class Metrics:
             "data_wait_percent": 100 * waited / seconds,
             "samples": stream.samples,
             "samples_per_second": tokens / seconds / self.seq_len,
-            "perplexity": perplexity(loss_value),
+            "perplexity": perplexity(loss_value) if targets else None,
         }
         for name, passes in epochs.items():
             row[f"epochs/{name}"] = passes
@@ -186,6 +192,7 @@ class Metrics:
             row |= part.columns()
         row |= self.step_times.columns()
         self.write(row)
+        self._warn_of_empty_steps(round(empty_steps))
 
         # The console shows two more figures, which are not in the file
         self.eta.add_window(seconds, tokens, self.pauses, self.compiling)
@@ -196,6 +203,19 @@ class Metrics:
         row["eta"] = self.eta.remaining(progress.step, remaining_samples * self.seq_len)
         logger.info(step_line(self._position(), row), extra={"row": row})
         return row
+
+    def _warn_of_empty_steps(self, empty_steps: int) -> None:
+        """Warns when the first step without targets has been read, and after the last step."""
+        last = self.progress.step == self.num_steps
+        if empty_steps > 0 and (self._empty_steps_said == 0 or last):
+            self._empty_steps_said = empty_steps
+            logger.warning(
+                "%d of %d steps had no target (all their tokens are prompt or padding): they have "
+                "no loss, and their updates only continue the momentum. Expected answers that fit "
+                "into training.seq_len, or a larger batch",
+                empty_steps,
+                self._steps,
+            )
 
     def _speed(self, tokens: int, seconds: float) -> dict[str, Any]:
         """Computes speeds from `tokens` (of all ranks) and `seconds`; `mfu` may be None."""

@@ -102,11 +102,10 @@ class Validator:
                     "sequences; expected more validation.samples, or another validation text"
                 )
             losses[name] = sums.loss / sums.num_targets
-            results[name] = {
-                "loss": losses[name],
-                "bits_per_byte": sums.loss / math.log(2) / max(1, sums.num_bytes),
-                "perplexity": perplexity(losses[name]),
-            }
+            results[name] = {"loss": losses[name]}
+            if sums.num_bytes > 0:  # 0: all targets are tokens without text
+                results[name]["bits_per_byte"] = sums.loss / math.log(2) / sums.num_bytes
+            results[name]["perplexity"] = perplexity(losses[name])
         for name, values in results.items():
             for key, value in values.items():
                 row[f"validation/{name}/{key}"] = value

@@ -13,7 +13,8 @@ change it. Its lower bound is FLOOR times the median. While a loss falls, each v
 by the slope times its age; otherwise the fall would hide spikes. The slope is the median of the
 differences of values half a window apart (Theil 1950, Sen 1968, for some of the pairs); a rise is
 not corrected. Finite values enter the window, also spikes, so a new level is adopted once half of
-the window has it. Values that are not finite never enter.
+the window has it. Values that are not finite never enter, and a step without targets is not judged:
+its loss is undefined, and its gradient of 0 says nothing about the norms of the others.
 Why it is here: a NaN must not reach the weights, and the host must not wait for the device to find
 one. With the defaults (`action = stop` and no threshold) no step is judged and every update is
 applied: the run ends when a loss or norm that it reads is not finite.
@@ -89,7 +90,7 @@ class Outcome(NamedTuple):
     """The numbers of a step that the host has read: see `Guard.read`."""
 
     step: int
-    loss: float  # over all ranks
+    loss: float  # over all ranks; NaN without targets
     grad_norm: float
     overflowed: bool  # float16: a too large loss scale made the norm infinite; it is now lower
     acts_on: Verdict | None  # the bad step that the run must act on: this or an earlier one
@@ -182,12 +183,15 @@ class Guard:
             self.counts.copy_(state["counts"])
 
     @torch.no_grad()
-    def judge(self, step: int, samples: range, loss: Tensor, grad_norm: Tensor) -> None:
+    def judge(
+        self, step: int, samples: range, loss: Tensor, grad_norm: Tensor, num_targets: Tensor
+    ) -> None:
         """Withholds the update of this step if it is bad. All ranks call it before
         `optimizer.step()`, and after `scaler.judge`.
 
         `samples`: the numbers of the step's samples; `loss`: this rank's part of the loss;
-        `grad_norm`: the norm of the whole gradient. The last two are scalars on the device.
+        `grad_norm`: the norm of the whole gradient; `num_targets`: of the step, over all ranks. The
+        last three are scalars on the device.
         """
         if not self.enabled:
             return
@@ -195,21 +199,25 @@ class Guard:
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         measured = torch.stack([total.float(), grad_norm.float()])
-        numbers, withheld = self.decide(step, measured, self.scaler.tolerated)
+        empty = num_targets == 0
+        numbers, withheld = self.decide(step, measured, self.scaler.tolerated, empty)
         withhold(self.optimizer, withheld)
         self.send(step, samples.start, samples.stop, numbers)
 
-    def decide(self, step: int, measured: Tensor, overflow: Tensor) -> tuple[Tensor, Tensor]:
+    def decide(
+        self, step: int, measured: Tensor, overflow: Tensor, empty: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Returns a `Verdict`'s fields from `kind` on, (7,), and whether the update is withheld.
 
         `measured`: loss and norm, (2,); `overflow`: whether the gradient is not finite because of
-        a loss scale that has been lowered; then the update is withheld in any case. The host does
-        not wait: all decisions are tensors.
+        a loss scale that has been lowered; then the update is withheld in any case. `empty`:
+        whether the step has no targets; then it is not judged. The host does not wait: all
+        decisions are tensors.
         """
         entered = self.counts[0]
         loss_finite, norm_finite = measured.isfinite()
-        finite = loss_finite & norm_finite
-        broken = ~(loss_finite & (norm_finite | overflow))
+        finite = loss_finite & norm_finite & ~empty
+        broken = ~(loss_finite & (norm_finite | overflow) | empty)
         z = torch.full_like(measured, math.nan)
         spike = torch.zeros_like(finite)
         if self.config.threshold and step > self.config.warmup_steps:
@@ -223,7 +231,8 @@ class Guard:
         oldest = self.values.gather(1, place)
         self.values.scatter_(1, place, torch.where(finite, measured[:, None], oldest))
         num_bad = self.counts[1] + bad
-        num_not_finite = (self.counts[2] + 1) * broken
+        # A step that is not judged does not end a sequence of steps that were not finite
+        num_not_finite = torch.where(empty, self.counts[2], (self.counts[2] + 1) * broken)
         self.counts.copy_(torch.stack([entered + finite, num_bad, num_not_finite]))
 
         if self.config.action != "skip":

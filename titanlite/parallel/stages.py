@@ -160,8 +160,9 @@ class Stages:
                 part.set_requires_gradient_sync(last or self.config.reduce_every_microbatch)
                 # Frees the gathered weights now, or keeps them for the next local batch
                 part.set_reshard_after_backward(last or self.frees_weights)
-        # A step may have no targets; then its loss is 0. Every layout and stage divides the loss by
-        # this number, so dividing the number by the scale multiplies the loss by it.
+        # A step may have no targets; then its sum of losses and its gradients are 0. Every layout
+        # and stage divides the loss by this number, so dividing the number by the scale multiplies
+        # the loss by it.
         divisor = num_targets.clamp(min=1) / scale
         with self.inputs(batch) as (tokens, labels, per_token):
             loss = self.runner.forward_backward(tokens, labels, divisor, **per_token)

@@ -11,6 +11,7 @@ device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -106,7 +107,8 @@ def no_save() -> None:
 class StepResult(NamedTuple):
     """Scalars on the device; reading one waits for it."""
 
-    loss: Tensor  # this rank's part of the mean over the step's targets: see Mesh.sum_losses
+    # This rank's part of the mean over the step's targets (Mesh.sum_losses); NaN without targets
+    loss: Tensor
     grad_norm: Tensor  # the norm of the whole gradient, before clipping
     num_targets: Tensor  # over all ranks, int64
     lr: float
@@ -137,6 +139,7 @@ def optimizer_step(
         last_batch = i == num_batches - 1  # after it the gradients of the step are complete
         loss += stages.forward_backward(batch, num_targets, scaler.scale, last_batch)
         measures.after_backward(i, num_batches, num_targets)
+    loss = torch.where(num_targets > 0, loss, math.nan)  # a mean over nothing is undefined
     scaler.unscale()
     grad_norm = clip_gradients(
         stages.model_parts, parts.max_norm, parts.options, parts.device, stages.shared_params
@@ -144,7 +147,8 @@ def optimizer_step(
     scaler.judge(grad_norm)  # an overflow withholds the update and halves the scale
     lr = parts.schedule.set_lr(step)
     before_update()
-    parts.guard.judge(step, samples, loss, grad_norm)  # may withhold the update of a bad step
+    # May withhold the update of a bad step
+    parts.guard.judge(step, samples, loss, grad_norm, num_targets)
     measures.before_update()
     parts.optimizer.step()
     measures.after_update()

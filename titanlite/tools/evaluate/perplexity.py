@@ -76,6 +76,8 @@ def perplexity(
             "expected more of them"
         )
     loss = total / num_targets
-    bits = total / math.log(2) / max(1, num_bytes)
     shown = math.exp(loss) if loss < 700 else math.inf
-    return {"loss": loss, "bits_per_byte": bits, "perplexity": shown, "tokens": num_targets}
+    results = {"loss": loss}
+    if num_bytes > 0:  # 0: all targets are tokens without text
+        results["bits_per_byte"] = total / math.log(2) / num_bytes
+    return {**results, "perplexity": shown, "tokens": num_targets}

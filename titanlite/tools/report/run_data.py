@@ -180,7 +180,8 @@ def _read_metrics(path: Path, run: Run) -> None:
     def rows() -> Iterator[dict[str, Any]]:
         for row in _objects(path, run, MOST_BYTES):
             step = _step_of(row)
-            if step is not None and row.get("loss", 0.0) is None:  # JSON has no NaN
+            # JSON has no NaN; the loss of a step without targets is null, but not broken
+            if step is not None and row.get("loss", 0.0) is None and row.get("targets") != 0:
                 run.broken.append(step)
             yield row
 
