@@ -3,10 +3,15 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from titanlite.config.schema import LoraConfig
-from titanlite.model.flavors import FLAVORS
+from titanlite.model.flavors import FLAVORS, LlamaConfig
 from titanlite.model.flops import flops_per_token, num_adapter_parameters, peak_tflops
+from titanlite.model.llama import Llama
+from titanlite.parallel.lora import apply_lora
+from titanlite.parallel.parallelize import freeze
 
 
 @pytest.mark.parametrize(
@@ -31,8 +36,39 @@ def test_adapters():
     assert num_adapter_parameters(model, lora) == 2_162_688
     assert num_adapter_parameters(model, LoraConfig()) == 0
     frozen = 4 * model.num_parameters + 6 * 2_162_688
+    frozen -= 2 * (896 + (896 + 128 + 128) * 897)  # the first block's input has no gradient
     attention = flops_per_token(model, 128) - 6 * model.num_parameters
     assert flops_per_token(model, 128, lora) == frozen + attention
+
+
+@pytest.mark.parametrize(
+    ("frozen", "lora"),
+    [
+        ("", LoraConfig()),
+        ("tok_embeddings.*", LoraConfig()),
+        ("tok_embeddings.* layers.0.* layers.1.*", LoraConfig()),
+        ("*", LoraConfig(rank=4, layers="2-3")),
+        ("layers.* output.*", LoraConfig()),
+        ("tok_embeddings.* layers.0.* layers.1.attention.w[qk].*", LoraConfig()),
+        ("layers.3.* norm.* output.*", LoraConfig()),
+    ],
+)
+def test_the_matrix_products_are_those_that_torch_makes(frozen, lora):
+    """Counted by torch's FlopCounterMode in a forward and backward; it does not count norms."""
+    config = LlamaConfig(128, 4, 4, 2, 344, vocab_size=512)
+    config = replace(config, qk_norm=True)
+    model = Llama(config, 32)
+    freeze(model, frozen.split())
+    if lora.rank > 0:
+        apply_lora(model, lora)
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    counts = counter.get_flop_counts()["Global"]
+    made = sum(count for operator, count in counts.items() if "attention" not in str(operator))
+    patterns = [] if lora.rank > 0 else frozen.split()
+    expected = tokens.numel() * flops_per_token(config, 0, lora, patterns)
+    assert made == pytest.approx(expected, rel=0.01)
 
 
 def test_a_window_counts_its_keys():

@@ -9,8 +9,12 @@ not reported.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
 from titanlite.config.schema import LoraConfig
-from titanlite.model.flavors import LlamaConfig, block_shapes
+from titanlite.model.flavors import LlamaConfig, block_shapes, parameter_shapes
 
 NO_ADAPTERS = LoraConfig()
 # Dense bf16 peaks; the first entry that is a part of the device's name counts
@@ -35,6 +39,19 @@ PEAK_TFLOPS: dict[str, float] = {
 }
 
 
+# What a block computes, in order; operations of one group do not follow one another
+ORDER: list[tuple[str, ...]] = [
+    ("attention_norm.weight",),
+    tuple(f"attention.w{x}.{kind}" for x in "qkv" for kind in ("weight", "bias")),
+    ("attention.q_norm.weight", "attention.k_norm.weight"),
+    ("attention",),
+    ("attention.wo.weight",),
+    ("ffn_norm.weight",),
+    ("feed_forward.w1.weight", "feed_forward.w3.weight"),
+    ("feed_forward.w2.weight",),
+]
+
+
 def num_adapter_parameters(model: LlamaConfig, lora: LoraConfig) -> int:
     """Counts the parameters of the adapters of `lora`; 0 without adapters."""
     total = 0
@@ -45,21 +62,64 @@ def num_adapter_parameters(model: LlamaConfig, lora: LoraConfig) -> int:
     return total
 
 
-def flops_per_token(model: LlamaConfig, seq_len: int, lora: LoraConfig = NO_ADAPTERS) -> int:
+def is_trained(name: str, model: LlamaConfig, lora: LoraConfig, frozen: Sequence[str]) -> bool:
+    """Whether one of the model's own parameters is trained: not under adapters, and not if a
+    pattern in `frozen` (`training.frozen`) fits. A tied output layer is the embedding.
+    """
+    if name == "output.weight" and model.tied_embeddings:
+        name = "tok_embeddings.weight"
+    return lora.rank == 0 and not any(fnmatchcase(name, pattern) for pattern in frozen)
+
+
+def with_input_gradient(
+    model: LlamaConfig, lora: LoraConfig, frozen: Sequence[str] = ()
+) -> set[str]:
+    """Returns the names of the parameters, and layers.N.attention for the attention of a block,
+    whose input has a gradient: those after the first that is trained or has an adapter.
+    """
+    order: list[tuple[str, ...]] = [("tok_embeddings.weight",)]
+    for i in range(model.num_layers):
+        order += [tuple(f"layers.{i}.{name}" for name in group) for group in ORDER]
+    order += [("norm.weight",), ("output.weight",)]
+    own = {name for name in parameter_shapes(model) if is_trained(name, model, lora, frozen)}
+    adapted = {
+        f"layers.{i}.{name}"
+        for i in range(model.num_layers)
+        for name in block_shapes(model)
+        if lora.rank > 0 and lora.adapts_layer(i) and name.split(".")[-2] in lora.target_names
+    }
+    for number, group in enumerate(order):
+        if (own | adapted).intersection(group):
+            return {name for later in order[number + 1 :] for name in later}
+    return set()
+
+
+def flops_per_token(
+    model: LlamaConfig,
+    seq_len: int,
+    lora: LoraConfig = NO_ADAPTERS,
+    frozen: Sequence[str] = (),
+) -> int:
     """Counts the FLOPs of one token, forward and backward.
 
-    6 per parameter of a matrix product, and 12 H Dh S for the attention of a block, or 12 H Dh w
-    with a window of w < S. With adapters the model's own parameters have no gradient, and count 4.
-    The input embedding is a lookup and is not counted, unless it is tied: then it is also the
-    output projection.
+    6 per parameter: 2 in the forward, 2 for the gradient of its input, 2 for its own. And 12 H Dh S
+    for the attention of a block, a third of it in the forward, or 12 H Dh w with a window of w < S.
+    What is frozen has no gradient of its own, and what stands before all that is trained has none
+    of its input. The input embedding is a lookup and is not counted, unless it is tied: then it is
+    also the output projection.
     """
-    lookup = 0 if model.tied_embeddings else model.vocab_size * model.dim
-    # Keys per query, summed over the blocks
-    keys = sum(window or seq_len for window in model.windows(seq_len))
-    attention = 12 * model.num_heads * model.head_dim * keys
-    per_parameter = 4 if lora.rank > 0 else 6
-    matrices = per_parameter * (model.num_parameters - lookup)
-    return matrices + 6 * num_adapter_parameters(model, lora) + attention
+    shapes = parameter_shapes(model)
+    embedding = shapes.pop("tok_embeddings.weight")
+    shapes["output.weight"] = embedding  # of the same shape
+    gradients = with_input_gradient(model, lora, frozen)
+    flops = 0
+    for name, shape in shapes.items():
+        times = 1 + (name in gradients) + is_trained(name, model, lora, frozen)
+        flops += 2 * times * math.prod(shape)
+    for i, window in enumerate(model.windows(seq_len)):
+        times = 3 if f"layers.{i}.attention" in gradients else 1
+        flops += 4 * times * model.num_heads * model.head_dim * (window or seq_len)
+    return flops + 6 * num_adapter_parameters(model, lora)
 
 
 def peak_tflops(device_name: str) -> float | None:

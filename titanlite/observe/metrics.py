@@ -93,7 +93,9 @@ class Metrics:
         self.config = config.metrics
         self.num_steps = config.training.steps
         self.seq_len = config.training.seq_len
-        self.flops_per_token = flops_per_token(llama, self.seq_len, config.lora)
+        self.flops_per_token = flops_per_token(
+            llama, self.seq_len, config.lora, config.training.frozen_patterns
+        )
         self.peak_tflops = peak_tflops(device_name(device))
         self.device = device
         self.progress = progress

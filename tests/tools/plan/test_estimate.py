@@ -205,6 +205,19 @@ def test_products_are_those_of_the_mfu():
     assert total == counts.tokens * per_token
 
 
+@pytest.mark.parametrize("frozen", ["tok_embeddings.*, layers.0.*, layers.1.*", "*.wo.*, output.*"])
+def test_frozen_products_are_those_of_the_mfu(frozen):
+    """Layers below all that is trained have a forward only."""
+    options = ("--recompute.mode=none", f"--training.frozen={frozen}")
+    config, llama = model("llama3_8b", *options)
+    counts = estimate(config, llama, 1)
+    rank = counts.ranks[0]
+    total = sum(product.flops for product in rank.products) + rank.attention_flops
+    patterns = config.training.frozen_patterns
+    per_token = flops_per_token(llama, config.training.seq_len, frozen=patterns)
+    assert total == pytest.approx(counts.tokens * per_token, rel=1e-4)  # which counts norms
+
+
 @pytest.mark.parametrize(("mode", "more"), [("full", 6 / 7), ("selective", 3 / 7)])
 def test_recomputation_repeats_products(mode, more):
     none = rank_of(1, "debug", "--recompute.mode=none").products

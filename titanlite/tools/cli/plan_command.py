@@ -208,7 +208,7 @@ def _budget(plan: Plan, options: argparse.Namespace) -> Budget | None:
     else:
         tokens = float(samples_after(training, 0, training.steps) * training.seq_len)
     return run_budget(
-        flops_per_token(plan.llama, training.seq_len, config.lora),
+        flops_per_token(plan.llama, training.seq_len, config.lora, training.frozen_patterns),
         plan.gpus,
         plan.time.tokens_per_second,
         tokens=tokens,
@@ -239,7 +239,10 @@ def _run_lines(plan: Plan, budget: Budget | None, options: argparse.Namespace) -
         epochs = plan.config.training.epochs
         return [f"The run: training.epochs = {epochs:g} of data that is not read; give --tokens"]
     config = plan.config
-    flops = run_flops(plan.llama, config.training.seq_len, budget.tokens, config.lora)
+    training = config.training
+    flops = run_flops(
+        plan.llama, training.seq_len, budget.tokens, config.lora, training.frozen_patterns
+    )
     size = checkpoint_bytes(plan.llama, config)
     parameters = float(plan.llama.num_parameters)
     lines = ["The run"]
@@ -261,9 +264,10 @@ def _run_lines(plan: Plan, budget: Budget | None, options: argparse.Namespace) -
 def _run_contents(plan: Plan, budget: Budget | None, options: argparse.Namespace) -> dict[str, Any]:
     """The run as a whole, as plain data."""
     interval = _interval(plan, options)
+    training = plan.config.training
     contents: dict[str, Any] = {
         "flops_per_token": flops_per_token(
-            plan.llama, plan.config.training.seq_len, plan.config.lora
+            plan.llama, training.seq_len, plan.config.lora, training.frozen_patterns
         ),
         "checkpoint_bytes": checkpoint_bytes(plan.llama, plan.config),
         "save_interval": dataclasses.asdict(interval),

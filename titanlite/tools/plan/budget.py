@@ -24,12 +24,17 @@ Reference: PaLM (arXiv 2204.02311, appendix B) for FLOPs; Young 1974 (Communicat
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from titanlite.config.schema import Config, LoraConfig
 from titanlite.model.flavors import LlamaConfig, parameter_shapes
-from titanlite.model.flops import NO_ADAPTERS, flops_per_token, num_adapter_parameters
+from titanlite.model.flops import (
+    NO_ADAPTERS,
+    flops_per_token,
+    is_trained,
+    num_adapter_parameters,
+)
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.plan.amounts import duration, exponent, short
 
@@ -57,11 +62,18 @@ class RunFlops:
 
 
 def run_flops(
-    model: LlamaConfig, seq_len: int, tokens: float, lora: LoraConfig = NO_ADAPTERS
+    model: LlamaConfig,
+    seq_len: int,
+    tokens: float,
+    lora: LoraConfig = NO_ADAPTERS,
+    frozen: Sequence[str] = (),
 ) -> RunFlops:
-    """The FLOPs of training on so many tokens in sequences of `seq_len`."""
-    per_token = flops_per_token(model, seq_len, lora)
-    attention = per_token - flops_per_token(model, 0, lora)
+    """The FLOPs of training on so many tokens in sequences of `seq_len`.
+
+    `frozen`: the patterns of `training.frozen`.
+    """
+    per_token = flops_per_token(model, seq_len, lora, frozen)
+    attention = per_token - flops_per_token(model, 0, lora, frozen)
     six_n = 6 * model.num_parameters
     return RunFlops(tokens, six_n * tokens, per_token * tokens, attention / six_n)
 
@@ -181,7 +193,7 @@ def checkpoint_bytes(model: LlamaConfig, config: Config) -> int:
     for name, shape in parameter_shapes(model).items():
         numbers = math.prod(shape)
         total += weight * numbers
-        if any(fnmatchcase(name, pattern) for pattern in config.training.frozen_patterns):
+        if not is_trained(name, model, config.lora, config.training.frozen_patterns):
             continue
         total += average * numbers
         if optimizer.name == "muon" and len(shape) == 2 and name.startswith("layers."):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from titanlite.model.flops import is_trained, with_input_gradient
 from titanlite.tools.plan.counts import Product
 from titanlite.tools.plan.layout import Layout, Parameter, Stage
 
@@ -49,9 +50,8 @@ def _of_forward(layout: Layout, stage: Stage) -> Iterator[tuple[tuple[int, int, 
     tokens = layout.tokens
     layers = REPEATED.get(layout.config.recompute.mode, ())
     blocks = [unit for unit in stage.units if unit.is_block]
+    gradients = with_input_gradient(layout.llama, layout.config.lora, layout.frozen)
     for number, unit in zip(stage.blocks, blocks, strict=True):
-        # Adapters' first layers have no trained layer before them
-        needs_input = stage.index > 0 or number > 0 or layout.config.lora.rank == 0
         again = _repeated(layout, number)
         for parameter in unit.parameters:
             if len(parameter.shape) != 2:
@@ -60,7 +60,9 @@ def _of_forward(layout: Layout, stage: Stage) -> Iterator[tuple[tuple[int, int, 
             dtype = _dtype(layout, parameter)
             columns, inner = parameter.shape
             yield (tokens, inner, columns, dtype), 1 + (again if layer in layers else 0)
-            if needs_input or layer not in ("wq", "wk", "wv"):
+            # The first matrix of an adapter has the input of its layer
+            name = parameter.name.replace(".lora_a.", ".")
+            if name in gradients or ".lora_b." in name:
                 yield (tokens, columns, inner, dtype), 1
             if parameter.trained:
                 yield (columns, tokens, inner, dtype), 1
@@ -71,8 +73,9 @@ def _of_forward(layout: Layout, stage: Stage) -> Iterator[tuple[tuple[int, int, 
         dim = layout.llama.dim
         dtype = layout.compute_dtype
         yield (rows, dim, width, dtype), chunks
-        yield (rows, width, dim, dtype), chunks
-        if layout.config.lora.rank == 0:
+        if "output.weight" in gradients:
+            yield (rows, width, dim, dtype), chunks
+        if is_trained("output.weight", layout.llama, layout.config.lora, layout.frozen):
             yield (width, rows, dim, dtype), chunks
 
 
@@ -87,7 +90,8 @@ def _dtype(layout: Layout, parameter: Parameter) -> str:
 
 
 def attention_flops(layout: Layout, stages: list[Stage]) -> int:
-    """Counts 12 H Dh per pair of query and key (PaLM), and 4 H Dh for each further forward.
+    """Counts 12 H Dh per pair of query and key (PaLM), and 4 H Dh for each further forward; 4 H Dh
+    in a block of which no gradient is needed.
 
     With `cp_method = all_gather` the queries of a rank attend to the keys up to the ends of its two
     chunks, which are (2 cp + 1) / 4 cp of the sequence.
@@ -95,12 +99,15 @@ def attention_flops(layout: Layout, stages: list[Stage]) -> int:
     llama = layout.llama
     seq_len = layout.config.training.seq_len
     windows = llama.windows(seq_len)
+    gradients = with_input_gradient(llama, layout.config.lora, layout.frozen)
     repeats = layout.config.recompute.mode != "selective"
     total = 0.0
     for stage in stages:
         for number in stage.blocks:
             again = _repeated(layout, number) if repeats else 0.0
-            times = 12 + 4 * again
+            times = 4 + 4 * again
+            if f"layers.{number}.attention" in gradients:
+                times += 8
             total += times * (windows[number] or seq_len)
     queries = layout.tokens * layout.local_batches * layout.microbatches
     flops = round(total) * queries * llama.num_heads * llama.head_dim // layout.tp

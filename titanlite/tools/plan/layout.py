@@ -12,10 +12,10 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from titanlite.config.schema import Config, ParallelConfig
 from titanlite.model.flavors import LlamaConfig, block_shapes
+from titanlite.model.flops import is_trained
 from titanlite.parallel.stage_split import stage_indices, stage_modules
 from titanlite.rules.degrees import local_batches, needs_fsdp, num_processes
 
@@ -94,6 +94,11 @@ class Layout:
     llama: LlamaConfig
     degrees: dict[str, int]
     compiled: bool
+
+    @property
+    def frozen(self) -> list[str]:
+        """The patterns of `training.frozen`."""
+        return self.config.training.frozen_patterns
 
     @property
     def tp(self) -> int:
@@ -251,9 +256,7 @@ class Layout:
         return [a, b]
 
     def _is_trained(self, name: str) -> bool:
-        if self.config.lora.rank > 0:
-            return False
-        return not any(fnmatchcase(name, p) for p in self.config.training.frozen_patterns)
+        return is_trained(name, self.llama, self.config.lora, self.frozen)
 
     def in_flight(self, pp_rank: int) -> list[int]:
         """For each stage of a rank the largest number of forwards whose backward has not begun.

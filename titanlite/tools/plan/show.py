@@ -119,7 +119,10 @@ def _traffic(plan: Plan) -> list[str]:
 
 
 def _flops(plan: Plan) -> list[str]:
-    per_token = flops_per_token(plan.llama, plan.config.training.seq_len, plan.config.lora)
+    training = plan.config.training
+    per_token = flops_per_token(
+        plan.llama, training.seq_len, plan.config.lora, training.frozen_patterns
+    )
     six_n = 6 * plan.llama.num_parameters
     step = per_token * plan.counts.tokens
     return [

@@ -162,7 +162,7 @@ def step_time(
 
     seconds = working + bubble + sharding + waits["pp"] + optimizer + offload
     per_gpu = counts.tokens / seconds / num_processes(degrees)
-    flops = flops_per_token(llama, training.seq_len, config.lora)
+    flops = flops_per_token(llama, training.seq_len, config.lora, training.frozen_patterns)
     return StepTime(
         products=compute.products,
         attention=compute.attention,
