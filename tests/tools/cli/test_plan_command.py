@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ import pytest
 from titanlite.config.load import load_config
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.cli import plan_command
+from titanlite.tools.plan.machines import find_machine
+from titanlite.tools.plan.plan import make_plan
+from titanlite.tools.plan.search import search
 
 ROOT = Path(__file__).parents[3]
 
@@ -52,6 +56,36 @@ def test_json_has_all_that_the_text_has(capsys):
     )
     assert contents["budget"]["tokens"] == 2e12
     assert contents["budget"]["cost"] == pytest.approx(3.29 * contents["budget"]["gpu_hours"])
+
+
+@pytest.mark.parametrize("speed", ["--mfu=0.5", "--tokens-per-second=8538.46"])
+def test_the_run_at_a_given_speed(capsys, speed):
+    """The guides' question: 0.5 of 989 TFLOP/s, 57.9 GFLOP per token, 64 GPUs, 1T tokens."""
+    contents = json.loads(printed(capsys, "llama3_8b", "--gpus=64", "--tokens=1T", speed, "--json"))
+    per_token = 6 * (8_030_261_248 - 128_256 * 4096) + 12 * 32 * 4096 * 8192
+    seconds = 1e12 * per_token / (64 * 0.5 * 989e12)
+    assert contents["budget"]["seconds"] == pytest.approx(seconds, rel=1e-5)
+    assert contents["budget"]["mfu"] == pytest.approx(0.5, rel=1e-5)
+
+
+def test_a_traced_plan_names_a_layout_that_is_faster():
+    """Here tp 8 for a model that fits into one GPU."""
+    config = load_config(["llama3_1b", "--parallel.tp=8", "--training.global_batch_size=64"])
+    llama = plan_command.model_of(config)
+    machine = find_machine("H100")
+    plan = make_plan(config, llama, 8, machine)
+    assert plan_command.faster_layout(plan) == []  # only an estimate: the command takes no time
+    traced = replace(plan, counts=replace(plan.counts, source="traced"))
+    best = search(plan.config, llama, 8, machine).best[0]
+    faster = 100 * (plan.time.total / best.time.total - 1)
+    assert faster > 50
+    text = " ".join(line.strip() for line in plan_command.faster_layout(traced))
+    assert text == f"--search has a layout that is {faster:.0f} % faster: {best.name}"
+
+
+def test_the_title_names_the_model_that_is_planned(capsys):
+    text = printed(capsys, "llama3_8b", "--model.flavor=llama2_7b", "--gpus=8")
+    assert text.startswith("llama3_8b (model llama2_7b): 6,738,415,616 parameters\n")
 
 
 def test_an_unknown_price_is_no_price(capsys):

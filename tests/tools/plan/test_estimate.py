@@ -227,6 +227,16 @@ def test_recomputation_repeats_products(mode, more):
     assert extra == round(forward * more)
 
 
+def test_without_fsdp_gradients_accumulate_whatever_is_reduced_when():
+    """On one process nothing is reduced, so the key changes nothing."""
+    often = rank_of(1, "debug", "--training.local_batch_size=2")
+    once = rank_of(
+        1, "debug", "--training.local_batch_size=2", "--parallel.reduce_every_microbatch=false"
+    )
+    assert once.memory == often.memory
+    assert once.memory.gradients > 0
+
+
 def test_stages_of_a_pipeline_hold_less_activations_towards_its_end():
     config, llama = model(
         "llama3_70b", "--parallel.pp=8", "--training.local_batch_size=16", "--recompute.mode=full"

@@ -55,6 +55,13 @@ def test_the_layouts_that_the_guides_pick_for_175b_are_refused(tp):
     assert refused == "does not surely fit into the memory"
 
 
+def test_no_two_layouts_have_one_name():
+    config, llama = model("llama3_1b", "--training.global_batch_size=32")
+    names = [candidate.name for candidate in search(config, llama, 8, A100, keep=1000).best]
+    assert any("microbatch 2" in name for name in names)
+    assert len(set(names)) == len(names)
+
+
 def test_the_best_layouts_are_allowed_fit_and_are_in_order():
     config, llama = model("llama3_1b", "--training.global_batch_size=32")
     result = search(config, llama, 8, A100, keep=5)

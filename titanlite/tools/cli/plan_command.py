@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from titanlite.tools.plan.budget import (
     run_flops,
     save_interval,
     save_lines,
+    speed_from_mfu,
 )
 from titanlite.tools.plan.machines import Machine, find_machine, price_of, read_prices
 from titanlite.tools.plan.page import page
@@ -50,6 +52,7 @@ tensors without numbers, which takes half a minute or more; then the communicati
 where blocks are not compiled, the activations are counted, and only times are estimated.
 docs/plan.md says what the numbers are."""
 MAX_GPUS = 2**20
+WORTH_SAYING = 0.05  # of the time of a step
 SAVE_BANDWIDTH = 1e9  # bytes per second and node, unless --save-seconds is given
 
 
@@ -77,13 +80,14 @@ def run(argv: list[str]) -> int:
     if options.out and not options.search:
         raise ConfigError("--out: only with --search; expected both, or --html")
     if options.search:
-        for name in ("html", "tokens", "flops", "days"):
+        for name in ("html", "tokens", "flops", "days", "mfu", "tokens_per_second"):
             if getattr(options, name):
-                raise ConfigError(f"--{name}: not with --search; plan the layout that it finds")
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option}: not with --search; plan the layout that it finds")
         return _search(config, llama, gpus, machine, options)
     plan = make_plan(config, llama, gpus, machine, exact=not options.estimate)
     budget = _budget(plan, options)
-    lines = [*plan_lines(plan), "", *_run_lines(plan, budget, options)]
+    lines = [*plan_lines(plan), *faster_layout(plan), "", *_run_lines(plan, budget, options)]
     if options.html:
         write_file("--html", options.html, page(plan, lines))
     if options.json:
@@ -91,6 +95,23 @@ def run(argv: list[str]) -> int:
     else:
         print("\n".join(lines))
     return 0
+
+
+def faster_layout(plan: Plan) -> list[str]:
+    """A line about the layout that --search finds, if it is faster. By arithmetic it is found in
+    seconds, so only beside a traced plan, which takes longer.
+    """
+    if plan.counts.source == "estimated":
+        return []
+    try:
+        best = search(plan.config, plan.llama, plan.gpus, plan.machine).best[0]
+    except ConfigError:  # none fits, as the verdict says
+        return []
+    faster = plan.time.total / best.time.total - 1
+    if faster < WORTH_SAYING:
+        return []
+    text = f"--search has a layout that is {100 * faster:.0f} % faster: {best.name}"
+    return textwrap.wrap(text, 78, initial_indent="  ", subsequent_indent="  ")
 
 
 def _search(
@@ -148,6 +169,16 @@ def _parser() -> argparse.ArgumentParser:
     length.add_argument("--tokens", metavar="T", help="tokens of the run, as in 300B or 2T")
     length.add_argument("--flops", metavar="C", help="with attention, as in 5.76e23")
     length.add_argument("--days", metavar="D", help="time of the run, as in 30 or 12h")
+    speed = parser.add_mutually_exclusive_group()
+    speed.add_argument(
+        "--mfu", type=at_least(float, 0, 1), metavar="F", help="plan the run at this MFU, as in 0.5"
+    )
+    speed.add_argument(
+        "--tokens-per-second",
+        type=at_least(float, 0),
+        metavar="V",
+        help="plan the run at this speed of a GPU",
+    )
     parser.add_argument("--estimate", action="store_true", help="by arithmetic, without torch")
     parser.add_argument("--search", action="store_true", help="rank all layouts, by arithmetic")
     parser.add_argument(
@@ -207,10 +238,16 @@ def _budget(plan: Plan, options: argparse.Namespace) -> Budget | None:
         return None
     else:
         tokens = float(samples_after(training, 0, training.steps) * training.seq_len)
+    per_token = flops_per_token(plan.llama, training.seq_len, config.lora, training.frozen_patterns)
+    speed = plan.time.tokens_per_second
+    if options.tokens_per_second is not None:
+        speed = options.tokens_per_second
+    elif options.mfu is not None:
+        speed = speed_from_mfu(per_token, options.mfu, plan.machine.peak_tflops)
     return run_budget(
-        flops_per_token(plan.llama, training.seq_len, config.lora, training.frozen_patterns),
+        per_token,
         plan.gpus,
-        plan.time.tokens_per_second,
+        speed,
         tokens=tokens,
         flops=flops,
         seconds=time,

@@ -243,8 +243,8 @@ def _moments(layout: Layout, stages: list[Stage], pp_rank: int) -> list[Memory]:
         logits=0,
         buffers=messages,
     )
-    if not layout.config.parallel.reduce_every_microbatch:
-        from_before = 0
+    if layout.has_fsdp and not layout.config.parallel.reduce_every_microbatch:
+        from_before = 0  # they wait whole, for one reduction at the end
     in_loss = replace(
         between,
         gradients=from_before,

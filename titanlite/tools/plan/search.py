@@ -77,6 +77,7 @@ class Candidate:
         words.append(f"recompute {self.config.recompute.mode}")
         if self.degrees["pp"] > 1:
             words.append(self.config.parallel.pp_schedule)
+            words.append(f"microbatch {self.config.parallel.pp_microbatch_size}")
         if self.config.parallel.optimizer_offload:
             words.append("moments in CPU memory")
         return ", ".join(words)

@@ -64,8 +64,11 @@ def _title(plan: Plan) -> list[str]:
     if counts.local_batches > 1:
         batches = f"{counts.local_batches} local batches"
     how = "compiled" if plan.compiled else "not compiled"
+    name = plan.config.run.name
+    if plan.config.model.flavor != name:
+        name = f"{name} (model {plan.config.model.flavor})"
     return [
-        f"{plan.config.run.name}: {plan.llama.num_parameters:,} parameters",
+        f"{name}: {plan.llama.num_parameters:,} parameters",
         f"{gpus}: {machine.name}, {machine.memory_gib:g} GiB, {machine.gpus_per_node} per node",
         f"layout: {', '.join(used) or 'one process'}",
         *_wrapped(f"ZeRO {plan.zero}", ""),
