@@ -73,7 +73,7 @@ class Zero1:
         Returns the norm of the whole gradient, of which this rank has only a part.
         """
         self.part.grad = torch.empty_like(self.part)
-        dist.reduce_scatter_tensor(self.part.grad, self.gradients)
+        dist.reduce_scatter_single(self.part.grad, self.gradients)
         square = self.part.grad.square().sum()
         dist.all_reduce(square)
         return square.sqrt()
@@ -81,7 +81,7 @@ class Zero1:
     def gather_parameters(self) -> None:
         """After the update of `part`: all ranks receive all parts, into `flat`."""
         with torch.no_grad():
-            dist.all_gather_into_tensor(self.flat, self.part.detach().clone())
+            dist.all_gather_single(self.flat, self.part.detach().clone())
         # end of gap
 
 

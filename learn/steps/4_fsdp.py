@@ -71,7 +71,7 @@ class Unit:
         """
         own = torch.cat([shard.detach().flatten() for shard in self.shards])
         gathered = torch.empty(self.ranks * len(own))
-        dist.all_gather_into_tensor(gathered, own, group=self.group)
+        dist.all_gather_single(gathered, own, group=self.group)
         by_rank = gathered.view(self.ranks, -1)
         parts = by_rank.split(self.sizes, dim=1)  # of each parameter: (ranks, numbers of a rank)
         for parameter, part in zip(self.whole, parts, strict=True):
@@ -92,7 +92,7 @@ class Unit:
         """
         gradients = [gradient_of(parameter).reshape(self.ranks, -1) for parameter in self.whole]
         own = torch.empty(sum(self.sizes))
-        dist.reduce_scatter_tensor(own, torch.cat(gradients, dim=1).flatten(), group=self.group)
+        dist.reduce_scatter_single(own, torch.cat(gradients, dim=1).flatten(), group=self.group)
         for shard, gradient in zip(self.shards, own.split(self.sizes), strict=True):
             shard.grad = gradient.view_as(shard)
         for parameter in self.whole:

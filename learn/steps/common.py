@@ -13,7 +13,6 @@ import math
 import os
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -33,8 +32,9 @@ MAX_NORM = 1.0
 BETAS = (0.9, 0.95)
 EPS = 1e-8
 WEIGHT_DECAY = 0.1
-# torch 2.13 calls them all_gather_single and reduce_scatter_single; 2.11 knows only these names
-warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.* deprecated")
+if not hasattr(dist, "all_gather_single"):  # older releases of torch have longer names
+    dist.all_gather_single = dist.all_gather_into_tensor
+    dist.reduce_scatter_single = dist.reduce_scatter_tensor
 ROWS = Path(__file__).with_name("rows.txt")
 
 

@@ -16,7 +16,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """(B, S/n, D) of each rank -> (B, S, D)."""
     ranks = dist.get_world_size(group)
     out = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    dist.all_gather_single(out, x.contiguous(), group=group)
     return torch.cat(out.chunk(ranks), dim=1)
 
 
@@ -25,5 +25,5 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     ranks = dist.get_world_size(group)
     parts = torch.cat(x.chunk(ranks, dim=1))  # (n B, S/n, D)
     out = x.new_empty(parts.shape[0] // ranks, *parts.shape[1:])
-    dist.reduce_scatter_tensor(out, parts, group=group)
+    dist.reduce_scatter_single(out, parts, group=group)
     return out

@@ -24,13 +24,12 @@ import torch.distributed.tensor  # registers the operators used below
 import torch.nn.attention.flex_attention  # registers its operators
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup, Store, distributed_c10d
 
 # AsyncCollectiveTensor: the result of a functional collective that is still in flight
 from torch.distributed._functional_collectives import (
     AsyncCollectiveTensor as AsyncCollectiveTensor,
 )
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._triton import has_triton_package as has_triton_package
 
@@ -106,9 +105,12 @@ def mkldnn_has_bfloat16() -> bool:
 def set_group_timeout(group: ProcessGroup, seconds: float) -> None:
     """Sets the time-out of collectives, as `init_device_mesh` cannot (pytorch#119613).
 
-    Checked: 2.11, 2.13, 2.15.
+    `torch.distributed.set_timeout` is public from 2.14 on. Checked: 2.11, 2.13, 2.15.
     """
-    _set_pg_timeout(timedelta(seconds=seconds), group)
+    if hasattr(distributed_c10d, "set_timeout"):
+        distributed_c10d.set_timeout(timedelta(seconds=seconds), group)
+    else:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def clone_default_store() -> Store:
@@ -118,7 +120,7 @@ def clone_default_store() -> Store:
     A second one, because torch itself waits in the first for seconds, which blocks other requests.
     Checked: 2.11, 2.13, 2.15.
     """
-    store: Any = _get_default_store()  # the type stub lacks `clone`
+    store: Any = distributed_c10d._get_default_store()  # the type stub lacks `clone`
     clone: Store = store.clone()
     return clone
 

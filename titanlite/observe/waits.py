@@ -37,13 +37,11 @@ from titanlite.distributed.torch_private import (
 P = ParamSpec("P")
 T = TypeVar("T")
 
-COLLECTIVES = (
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_to_all_single",
-    "broadcast",
-    "reduce_scatter_tensor",
-)
+# The collectives that a step calls by these names: FSDP2 (newer releases of torch have shorter
+# names), clipping, and counts of targets
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+if hasattr(dist, "all_gather_single"):
+    COLLECTIVES = ("all_reduce", "all_gather_single", "reduce_scatter_single")
 # Kernels are removed with the library that registered them
 _libraries: list[torch.library.Library] = []
 

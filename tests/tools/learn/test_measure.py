@@ -21,7 +21,7 @@ def train():
         large = torch.zeros(step * 100_000)
         dist.all_reduce(kept)
         gathered = torch.empty(2 * len(kept))
-        dist.all_gather_into_tensor(gathered, kept)
+        dist.all_gather_single(gathered, kept)
         if dist.get_rank() == 0:
             dist.send(kept, 1)
         else:
