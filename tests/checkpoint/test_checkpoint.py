@@ -34,7 +34,8 @@ from titanlite.config.schema import CheckpointConfig
 from titanlite.data.rows import Batch
 from titanlite.model.flavors import LlamaConfig
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.formats.load_weights import load_model, open_verified, tokenizer_of
+from titanlite.tools.formats.load_weights import load_model, tokenizer_of
+from titanlite.tools.formats.shared_model import open_shared
 
 
 def load_into_other_weights(
@@ -293,7 +294,7 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_passed_over(
     before, folder = curve(tmp_path / "debug"), tmp_path / "debug/checkpoints/step-3"
     damage(folder)
     with pytest.raises(ConfigError, match="step-3"):
-        load_model(open_verified(folder), torch.device("cpu"), 4112)
+        load_model(open_shared(folder), torch.device("cpu"), 4112)
     assert pool.run(2, train_run, run) == [0, 0]
     log = (tmp_path / "debug/log.txt").read_text()
     assert "damaged: " in log
@@ -377,7 +378,7 @@ def test_one_process_reads_a_run_back(pool, arguments, tmp_path):
     assert {"config.toml", "data.json", "tokenizer.model", "manifest.json"} <= {
         path.name for path in folder.iterdir()
     }
-    full = open_verified(folder)
+    full = open_shared(folder)
     model = load_model(full, torch.device("cpu"), seq_len=100)
     assert model.rope.shape[0] == 100
     assert tokenizer_of(full).size == model.config.vocab_size

@@ -38,7 +38,8 @@ from titanlite.checkpoint.step_files import verify_files
 from titanlite.model.flavors import FLAVORS
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.cli.main import main
-from titanlite.tools.formats.load_weights import load_model, open_verified, read_weights
+from titanlite.tools.formats.load_weights import load_model, read_weights
+from titanlite.tools.formats.shared_model import open_shared
 
 MODEL = "model-00000.safetensors"
 
@@ -258,7 +259,7 @@ def test_a_hostile_manifest_is_refused(step, change):
     with pytest.raises(ConfigError):
         read_step(step, read_manifest(step), state())
     with pytest.raises(ConfigError):
-        load_model(open_verified(step), torch.device("cpu"), 8)
+        load_model(open_shared(step), torch.device("cpu"), 8)
     assert main(["checkpoint", "list", str(step.parent)]) == 0
     assert main(["checkpoint", "show", str(step)]) in (0, 2)
     assert main(["checkpoint", "diff", str(step), str(step)]) in (0, 2)
@@ -316,7 +317,7 @@ def test_a_file_that_the_manifest_does_not_name_is_not_read(step):
         (step / name).unlink()
         (step / name).symlink_to("/dev/zero")
     with pytest.raises(CorruptCheckpoint, match="not in the manifest"):
-        load_model(open_verified(step), torch.device("cpu"), 8)
+        load_model(open_shared(step), torch.device("cpu"), 8)
     assert main(["generate", str(step)]) == 2
 
 
@@ -369,7 +370,7 @@ def test_a_hostile_model_shape_takes_no_memory(pool, arguments, tmp_path, shape)
     reseal(folder, lambda manifest: manifest["files"].update({"model.json": entry}))
     started = time.monotonic()
     with pytest.raises(ConfigError, match="step-1"):
-        load_model(open_verified(folder), torch.device("cpu"), 8)
+        load_model(open_shared(folder), torch.device("cpu"), 8)
     assert time.monotonic() - started < 5
 
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from titanlite.checkpoint.folders import find_step_folder
 from titanlite.tools.cli.main import main
-from titanlite.tools.formats.load_weights import load_model, open_verified
+from titanlite.tools.formats.load_weights import load_model
+from titanlite.tools.formats.shared_model import open_shared
 
 LOAD = """
 import sys
@@ -85,7 +86,7 @@ def test_what_torch_consolidates_is_a_model(pool, arguments, tmp_path, capfd):
     step = find_step_folder(tmp_path / "debug")
     without_titanlite(CONSOLIDATE, step, tmp_path / "whole")
     whole = load_file(tmp_path / "whole/model-00001-of-00001.safetensors")
-    model = load_model(open_verified(step), torch.device("cpu"), 8)
+    model = load_model(open_shared(step), torch.device("cpu"), 8)
     assert whole.keys() == {f"model.{name}" for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters():
         assert torch.equal(whole[f"model.{name}"], parameter)

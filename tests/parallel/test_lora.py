@@ -39,6 +39,7 @@ from titanlite.tools.formats.detect_format import open_adapter, open_full_state
 from titanlite.tools.formats.huggingface import open_folder
 from titanlite.tools.formats.load_weights import fill, load_model
 from titanlite.tools.formats.peft import read_folder, to_config
+from titanlite.tools.formats.selection import Selection
 
 SMALL = LlamaConfig(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=64)
 
@@ -293,7 +294,7 @@ def masked(name: str, p: float, x: torch.Tensor) -> torch.Tensor:
 def test_adapters_of_peft_give_its_logits_and_gradients(peft_model, p, monkeypatch):
     model, folder = peft_model
     model.zero_grad()
-    source = open_full_state(folder / "base", adapter=folder / "adapter")
+    source = open_full_state(folder / "base", Selection(adapter=folder / "adapter"))
     expected = model(TOKENS).logits
     ours = load_model(source, torch.device("cpu"), 128)(TOKENS)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
@@ -458,9 +459,9 @@ def test_other_weights_under_the_adapters_are_refused(
     assert pool.run(1, train_run, same) == [0]
     others = whole_run("--run.seed=7")
     with caplog.at_level("WARNING", "titanlite"):
-        open_full_state(base_run, adapter=tmp_path / "debug")
+        open_full_state(base_run, Selection(adapter=tmp_path / "debug"))
         assert "not the weights" not in caplog.text
-        open_full_state(others, adapter=tmp_path / "debug")
+        open_full_state(others, Selection(adapter=tmp_path / "debug"))
         assert "not the weights" in caplog.text
     with run_refused("checkpoint.initial_load", str(others), "not the weights"):
         pool.run(1, train_run, lora_arguments([*arguments, "--training.steps=5"], others))

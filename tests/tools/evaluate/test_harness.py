@@ -17,7 +17,8 @@ from lm_eval.api.instance import Instance
 
 from titanlite.tools.cli.evaluate_command import run
 from titanlite.tools.formats.convert import Options, convert
-from titanlite.tools.formats.load_weights import load_model, open_verified, tokenizer_of
+from titanlite.tools.formats.load_weights import load_model, tokenizer_of
+from titanlite.tools.formats.shared_model import open_shared
 
 CHOICE = """
 task: sums
@@ -54,7 +55,7 @@ def trained(whole_run):
 def evaluated(trained):
     from titanlite.tools.evaluate.harness import Evaluated
 
-    full = open_verified(trained)
+    full = open_shared(trained)
     return Evaluated(load_model(full, torch.device("cpu"), 64), tokenizer_of(full), batch_size=3)
 
 

@@ -30,6 +30,7 @@ from titanlite.model.flavors import FLAVORS
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats.convert import Options, convert, load_full_state
 from titanlite.tools.formats.detect_format import open_full_state
+from titanlite.tools.formats.selection import Selection
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Tensors = dict[str, torch.Tensor]
@@ -112,7 +113,7 @@ WITH_OTHERS = ("rows", "columns", "consolidated", "consolidated/sharded")
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_every_folder_has_all_bits(folder, name):
-    found = open_full_state(folder / name, model=str(folder / "model.json"))
+    found = open_full_state(folder / name, Selection(model=str(folder / "model.json")))
     original = open_full_state(folder / "source.pt")
     assert set(found) == set(original)
     assert all(torch.equal(found[key], original[key]) for key in original)

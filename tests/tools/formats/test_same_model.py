@@ -29,6 +29,7 @@ from titanlite.tools.formats.convert import Mismatch, Options, convert
 from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.load_weights import load_model, read_weights
 from titanlite.tools.formats.same_model import Stored, require_same_model, tensor_problems
+from titanlite.tools.formats.selection import Selection
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FILE = dataclasses.replace(SMALL, rope_theta=1234.5, norm_eps=3e-3)
@@ -308,7 +309,7 @@ def test_a_model_that_is_given_must_be_the_file_s(files, tmp_path, capsys, comma
         error, "--model", "rope_theta = 500000.0, and 1234.5 in", "num_layers = 2, and 3 in", source
     )
     shape.write_text(FILE.to_json())
-    assert open_full_state(files / source, model=str(shape)).model == FILE
+    assert open_full_state(files / source, Selection(model=str(shape))).model == FILE
     assert not (tmp_path / "there").exists()
 
 
@@ -318,7 +319,9 @@ def test_nothing_of_a_file_is_left_out_when_one_process_loads_it(files, tmp_path
     with refused(
         "'layers.2.attention_norm.weight' is not a parameter of this model", error=CorruptCheckpoint
     ):
-        load_model(open_full_state(files / "raw.pt", model=str(shape)), torch.device("cpu"), 8)
+        load_model(
+            open_full_state(files / "raw.pt", Selection(model=str(shape))), torch.device("cpu"), 8
+        )
 
 
 @pytest.mark.parametrize("to", ["llama", "torch"])
@@ -460,7 +463,7 @@ def test_torchtune_s_names(files, tmp_path):
     """Those of its conversion of a Llama of Meta's, in its 0.6: the same rows."""
     shape = tmp_path / "model.json"
     shape.write_text(FILE.to_json())
-    ours = open_full_state(files / "raw.pt", model=str(shape))
+    ours = open_full_state(files / "raw.pt", Selection(model=str(shape)))
     theirs = {
         "attention.wq": "attn.q_proj",
         "attention.wk": "attn.k_proj",
@@ -479,7 +482,7 @@ def test_torchtune_s_names(files, tmp_path):
         renamed[name] = tensor
     assert "layers.0.mlp.w1.weight" in renamed
     torch.save(renamed, tmp_path / "hf_model_0001_0.pt")
-    read = open_full_state(tmp_path / "hf_model_0001_0.pt", model=str(shape))
+    read = open_full_state(tmp_path / "hf_model_0001_0.pt", Selection(model=str(shape)))
     assert read.tensors.keys() == ours.tensors.keys()
     assert all(torch.equal(read[name], ours[name]) for name in ours)
 

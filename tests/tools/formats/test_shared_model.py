@@ -16,7 +16,7 @@ from titanlite.model.generate import Row, generate_rows
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats import shared_model
 from titanlite.tools.formats.full_state import FullState
-from titanlite.tools.formats.load_weights import load_model, open_verified
+from titanlite.tools.formats.load_weights import load_model
 from titanlite.tools.formats.shared_model import SharedModel, open_shared
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def shared_texts(path: Path, rows: list[list[Row]]) -> tuple[list[list[int]], in
 @pytest.mark.parametrize("checkpoint", ["odd"], indirect=True)
 def test_three_processes_with_different_work(pool, checkpoint):
     """One has two rows, one has one, and one has none."""
-    model = load_model(open_verified(checkpoint), CPU, 32)
+    model = load_model(open_shared(checkpoint), CPU, 32)
     expected = [texts_of(model, ROWS[:2]), [], texts_of(model, ROWS[2:])]
     results = pool.run(3, shared_texts, checkpoint, [ROWS[:2], [], ROWS[2:]])
     assert [texts for texts, _, _ in results] == expected
@@ -82,7 +82,7 @@ def test_three_processes_with_different_work(pool, checkpoint):
 
 def test_each_of_two_processes_holds_half_of_the_parameters(pool, checkpoint):
     """And gives the same texts, of all rows on one of them."""
-    full = open_verified(checkpoint)
+    full = open_shared(checkpoint)
     expected = texts_of(load_model(full, CPU, 32), ROWS)
     results = pool.run(2, shared_texts, checkpoint, [ROWS, []])
     assert [texts for texts, _, _ in results] == [expected, []]

@@ -19,6 +19,7 @@ from titanlite.tools.cli.options import (
     add_checkpoint_options,
     add_sampling_options,
     at_least,
+    selection_of,
 )
 from titanlite.tools.cli.several import add_processes_option, is_to_start, join, start
 
@@ -42,7 +43,7 @@ def run(argv: list[str]) -> int:
     from titanlite.tools.formats.load_weights import tokenizer_of
     from titanlite.tools.formats.shared_model import SharedModel, open_shared, this_rank
 
-    full = open_shared(options.path, options.step, options.model, options.weights, options.adapter)
+    full = open_shared(options.path, selection_of(options))
     tokenizer = tokenizer_of(full, options.tokenizer)
     if options.template:
         template = read_template(options.template)

@@ -17,6 +17,7 @@ from titanlite.tools.cli.options import (
     StrictParser,
     add_checkpoint_options,
     at_least,
+    selection_of,
 )
 from titanlite.tools.cli.several import add_processes_option, is_to_start, join, start
 
@@ -46,7 +47,7 @@ def run(argv: list[str]) -> int:
     from titanlite.tools.formats.shared_model import SharedModel, open_shared, this_rank
 
     device = join(options)
-    full = open_shared(options.path, options.step, options.model, options.weights, options.adapter)
+    full = open_shared(options.path, selection_of(options))
     tokenizer = tokenizer_of(full, options.tokenizer)
     length = options.seq_len or full.about.seq_len
     if not length:

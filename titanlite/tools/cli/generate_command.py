@@ -14,6 +14,7 @@ from titanlite.tools.cli.options import (
     add_checkpoint_options,
     add_sampling_options,
     at_least,
+    selection_of,
 )
 from titanlite.tools.cli.prompt_file import (
     batches_of,
@@ -47,7 +48,7 @@ def run(argv: list[str]) -> int:
     device = join(options)
     from titanlite.tools.formats.shared_model import open_shared
 
-    full = open_shared(options.path, options.step, options.model, options.weights, options.adapter)
+    full = open_shared(options.path, selection_of(options))
     if not options.max_new_tokens and not full.about.seq_len:
         raise ConfigError(
             f"{full.path}: the sequence length of training is not in the file; set --max-new-tokens"

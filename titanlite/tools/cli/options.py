@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
+from titanlite.tools.formats.selection import Selection
 
 if TYPE_CHECKING:
     import torch  # slow to import: not for the options alone
@@ -56,6 +57,13 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="to compute on"
+    )
+
+
+def selection_of(options: argparse.Namespace) -> Selection:
+    """Returns what the options of `add_checkpoint_options` select."""
+    return Selection(
+        step=options.step, weights=options.weights, model=options.model, adapter=options.adapter
     )
 
 

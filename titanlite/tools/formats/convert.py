@@ -42,6 +42,7 @@ from titanlite.tools.formats.output_path import (
     temporary_path,
 )
 from titanlite.tools.formats.same_model import differences
+from titanlite.tools.formats.selection import Selection
 from titanlite.tools.formats.targets import TARGETS, Target
 
 logger = logging.getLogger("titanlite")
@@ -61,7 +62,7 @@ def load_full_state(path: str | Path, step: int | None = None) -> FullState:
     CorruptCheckpoint if it is incomplete, also when a tensor is read. Hashes and CRC-32 are not
     compared: see `require_intact`.
     """
-    return open_full_state(Path(path), step)
+    return open_full_state(Path(path), Selection(step=step))
 
 
 def convert(

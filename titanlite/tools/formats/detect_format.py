@@ -31,6 +31,7 @@ from titanlite.tools.formats import (
 from titanlite.tools.formats.full_state import FullState, same_numbers
 from titanlite.tools.formats.safetensors_files import INDEX, WHOLE, read_folder, shards_of
 from titanlite.tools.formats.same_model import require_stated
+from titanlite.tools.formats.selection import NEWEST, Selection
 from titanlite.tools.formats.step_folder import is_step_folder, open_step
 
 logger = logging.getLogger("titanlite")
@@ -44,24 +45,15 @@ READABLE = (
 )
 
 
-def open_full_state(
-    path: Path,
-    step: int | None = None,
-    model: str = "",
-    weights: str = "model",
-    adapter: Path | None = None,
-) -> FullState:
+def open_full_state(path: Path, selection: Selection = NEWEST) -> FullState:
     """Opens the checkpoint at `path`, of any format.
 
-    `step` selects one of a run's checkpoints, None the newest.
-
-    `model`: a flavor or a model.json, for files without the model's shape. `weights`: ema for the
-    averaged weights of a run. `adapter`: a run with adapters, or PEFT's folder, to be added to the
-    weights; those of a run with adapters are added to the model that it began with.
-    Raises CorruptCheckpoint if it is incomplete, ConfigError if it is not a checkpoint, of a format
-    that is not read, or without such weights.
+    The adapters of a run are added to the model that it began with. Raises CorruptCheckpoint if the
+    checkpoint is incomplete, ConfigError if it is not a checkpoint, of a format that is not read,
+    or without such weights.
     """
-    state = _open_one(path, step, model, weights)
+    state = _open_one(path, selection)
+    adapter = selection.adapter
     if adapter is not None:
         if adapters.holds_adapters(state):
             raise ConfigError(
@@ -72,7 +64,7 @@ def open_full_state(
             logger.warning("%s: are not the weights that %s was trained on", path, adapter)
         return adapters.merge(state, added)
     if adapters.holds_adapters(state):
-        base = open_full_state(adapters.base_of(state), model=model)
+        base = open_full_state(adapters.base_of(state), Selection(model=selection.model))
         if not adapters.is_base(base, state):
             raise ConfigError(
                 f"{base.path}: are not the weights that the adapters in {state.path} were trained "
@@ -95,7 +87,7 @@ def open_adapter(
             raise ConfigError(f"{path}: is in PEFT's format; expected a run with lora.rank > 0")
         return peft.read_folder(path, model)
     if is_step_folder(path):
-        state = _open_one(path, step, "", weights)
+        state = _open_one(path, Selection(step=step, weights=weights))
         if adapters.holds_adapters(state):
             return state
     raise ConfigError(
@@ -104,8 +96,11 @@ def open_adapter(
     )
 
 
-def _open_one(path: Path, step: int | None, model: str, weights: str) -> FullState:
-    """Opens a checkpoint as it is, also one with adapters only."""
+def _open_one(path: Path, selection: Selection) -> FullState:
+    """Opens a checkpoint without `selection.adapter`, also one that holds only adapters."""
+    step = selection.step
+    weights = selection.weights
+    model = selection.model
     if weights not in WEIGHTS:
         raise ConfigError(
             f"--weights {weights}{suggestion(weights, list(WEIGHTS))}; allowed: "

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from titanlite.checkpoint.shard_file import is_finite
 from titanlite.tools.formats.full_state import FullState, FullTensor, half_split
+from titanlite.tools.formats.selection import Selection
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Q8_0 = "q8_0"  # GGUF's 8-bit integers, 32 with one scale
@@ -25,17 +25,13 @@ SHARD_SIZE = 5_000_000_000  # bytes
 
 
 @dataclass(frozen=True)
-class Options:
-    """How `convert` reads its source and writes its target."""
+class Options(Selection):
+    """Which weights `convert` reads from its source, and how it writes its target."""
 
     to: str = ""  # a name in `targets.TARGETS`; empty: by the target's suffix
     dtype: str = ""  # of the weights: bf16, fp16, fp32, for gguf also q8_0; empty: the source's
     full: bool = False  # also optimizer and training state
     shard_size: int = 0  # bytes per file of a format with several; 0: SHARD_SIZE
-    step: int | None = None  # which checkpoint of a run; None: the newest
-    weights: str = "model"  # of a run: its own, or "ema", their average
-    model: str = ""  # a flavor or a model.json, for sources without the model's shape
-    adapter: Path | None = None  # adapters to add to the weights
     verify: bool = True  # compare the output with the source
     force: bool = False  # replace an existing target; write NaN and infinity
 

@@ -162,22 +162,6 @@ def _fill_same_model(full: FullState, state: dict[str, Any], model: LlamaConfig)
         )
 
 
-def open_verified(
-    path: Path,
-    step: int | None = None,
-    model: str = "",
-    weights: str = "model",
-    adapter: Path | None = None,
-) -> FullState:
-    """A checkpoint of any format, its weights verified; see `open_full_state`.
-
-    Raises ConfigError or CorruptCheckpoint.
-    """
-    full = open_full_state(path, step, model, weights, adapter)
-    require_intact(full)
-    return full
-
-
 def tokenizer_of(full: FullState, path: str = "") -> Tokenizer:
     """The checkpoint's tokenizer, or that at `path`. Raises ConfigError if there is neither."""
     if path:

@@ -37,7 +37,9 @@ from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.rules.degrees import AXES
 from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.full_state import FullState
-from titanlite.tools.formats.load_weights import fill, load_model, meta_model, require_intact
+from titanlite.tools.formats.intact import require_intact
+from titanlite.tools.formats.load_weights import fill, load_model, meta_model
+from titanlite.tools.formats.selection import NEWEST, Selection
 
 TIMEOUT = 604_800  # seconds of a collective: others wait while rank 0 waits for what is typed
 
@@ -51,20 +53,14 @@ def num_ranks() -> int:
     return 1 if is_alone() else dist.get_world_size()
 
 
-def open_shared(
-    path: Path,
-    step: int | None = None,
-    model: str = "",
-    weights: str = "model",
-    adapter: Path | None = None,
-) -> FullState:
-    """A checkpoint of any format, as `open_verified`; rank 0 verifies it for all.
+def open_shared(path: Path, selection: Selection = NEWEST) -> FullState:
+    """Opens a checkpoint of any format on all processes; rank 0 verifies its weights.
 
     Raises ConfigError or CorruptCheckpoint, on all processes.
     """
 
     def open_and_verify() -> FullState:
-        full = open_full_state(path, step, model, weights, adapter)
+        full = open_full_state(path, selection)
         if this_rank() == 0:
             require_intact(full)
         return full

@@ -66,7 +66,7 @@ class Target:
 
     def open_source(self, path: Path, options: Options) -> FullState:
         """The checkpoint to convert. Raises ConfigError or CorruptCheckpoint."""
-        return open_full_state(path, options.step, options.model, options.weights, options.adapter)
+        return open_full_state(path, options)
 
     def check(self, export: Export) -> None:
         """Raises ConfigError for what the format cannot hold; warns of what its readers ignore."""
