@@ -15,7 +15,7 @@ from titanlite.config.schema import CompileConfig, DataConfig, LossConfig
 from titanlite.data.rows import Batch
 from titanlite.distributed.torch_private import num_compiled_graphs
 from titanlite.model.generate import generate
-from titanlite.probes.continuation import Choice, Continuation
+from titanlite.probes.continuation import Continuation
 
 # Prompts of different lengths, more than a local batch
 PROMPTS = ("7 12 99", "", "1 2 3 4 5 6 7", "64 3", "50")
@@ -41,7 +41,7 @@ def continued(
     made: Continuation, temperature: float = 0.0, stop: Any = lambda: False
 ) -> list[str] | None:
     prompts = [[BOS, *TOKENIZER.encode(text)] for text in PROMPTS]
-    return made.texts(prompts, Choice(NEW, temperature, 5, {EOS}), stop)
+    return made.texts(prompts, NEW, temperature, 5, stop)
 
 
 def texts(parallel: dict[str, Any], *sections: Any, temperature: float = 0.0) -> list[str] | None:
@@ -167,18 +167,18 @@ def test_a_model_that_is_not_finite_gives_no_text(pool):
     assert pool.run(1, ended, float("nan")) == [[""] * len(PROMPTS)]
 
 
-def ended_by(ends: set[int]) -> list[str] | None:
+def ended_by(eos: int) -> list[str] | None:
     made = continuation({"dp_shard": 1})
-    prompts = [[BOS, *TOKENIZER.encode(text)] for text in PROMPTS]
-    return made.texts(prompts, Choice(NEW, 0.0, 0, ends), lambda: False)
+    made.tokenizer = SimpleNamespace(**vars(TOKENIZER) | {"eos": eos})
+    return continued(made)
 
 
-def test_each_of_several_tokens_ends_a_text(pool):
+def test_the_end_of_a_document_ends_a_text(pool):
     alone = [text.split() for text in expected()]
-    ends = {int(alone[0][2]), int(alone[2][1])}
+    eos = alone[0][2]
     cut = []
     for words in alone:
-        places = [i for i, word in enumerate(words) if int(word) in ends]
-        cut.append(" ".join(words[: places[0]] if places else words))
+        place = words.index(eos) if eos in words else len(words)
+        cut.append(" ".join(words[:place]))
     assert len(cut[0].split()) <= 2
-    assert pool.run(1, ended_by, ends) == [cut]
+    assert pool.run(1, ended_by, int(eos)) == [cut]

@@ -17,8 +17,7 @@ with P prompts, and a small message over gloo. More prompts than all data-parall
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,15 +33,6 @@ from titanlite.runtime.phases import Phase, mark_phase
 from titanlite.tokenizer.tokenizer import Tokenizer
 
 TOP_K = 50
-
-
-class Choice(NamedTuple):
-    """How new tokens are chosen, and where a text ends."""
-
-    new_tokens: int  # the most new tokens per text
-    temperature: float  # 0: always the most likely one
-    seed: int  # the first prompt's; see `row_seed`
-    ends: Set[int]  # tokens that end a text, and are not part of it
 
 
 class Continuation:
@@ -64,19 +54,22 @@ class Continuation:
         return self.mesh.data_size * self.stream.training.local_batch_size
 
     def texts(
-        self, prompts: Sequence[list[int]], choice: Choice, stop: Callable[[], bool]
+        self,
+        prompts: Sequence[list[int]],
+        new_tokens: int,
+        temperature: float,
+        seed: int,
+        stop: Callable[[], bool],
     ) -> list[str] | None:
-        """Returns the text that continues each prompt, the same on all ranks.
+        """Returns the text that continues each prompt by up to `new_tokens`, the same on all ranks.
 
         Returns None if `stop` returns true, which it does on all ranks or on none.
         """
         rows = [list(ids) for ids in prompts]
         # The same seeds at each validation, so that texts differ only because the weights do.
-        generators = [
-            torch.Generator().manual_seed(row_seed(choice.seed, i)) for i in range(len(rows))
-        ]
+        generators = [torch.Generator().manual_seed(row_seed(seed, i)) for i in range(len(rows))]
         open_rows = set(range(len(rows)))
-        for _ in range(choice.new_tokens):
+        for _ in range(new_tokens):
             if not open_rows:
                 break
             mark_phase(Phase.SAMPLE)
@@ -86,9 +79,9 @@ class Continuation:
             numbers = sorted(open_rows)
             chosen: list[int] = []
             if dist.get_rank() == 0:  # other processors may draw other tokens
-                chosen = self._choose(logits.cpu(), numbers, choice.temperature, generators)
+                chosen = self._choose(logits.cpu(), numbers, temperature, generators)
             for i, token in zip(numbers, broadcast(chosen), strict=True):
-                ended = token in choice.ends
+                ended = token == self.tokenizer.eos
                 if not ended:
                     rows[i].append(token)
                 if ended or len(rows[i]) == self.seq_len:

@@ -21,7 +21,7 @@ from titanlite.observe.line_file import LineFile
 from titanlite.observe.metrics import Metrics
 from titanlite.observe.metrics_file import SAMPLES
 from titanlite.parallel.stages import Stages
-from titanlite.probes.continuation import Choice, Continuation
+from titanlite.probes.continuation import Continuation
 from titanlite.runtime.errors import ConfigError, printable
 from titanlite.tokenizer.tokenizer import Tokenizer
 
@@ -48,7 +48,6 @@ class Sampler:
         """
         self.config = config
         self.seed = seed
-        self.tokenizer = tokenizer
         self.metrics = metrics
         self.continuation = Continuation(tokenizer, stages, stream, metrics.device)
         self.file = LineFile(metrics.file.path.with_name(SAMPLES))
@@ -96,10 +95,10 @@ class Sampler:
 
         Returns None if `stop` returns true, which it does on all ranks or on none.
         """
-        choice = Choice(
+        return self.continuation.texts(
+            self.prompts,
             self.config.prompt_tokens,
             self.config.prompt_temperature,
             self.seed,
-            {self.tokenizer.eos},
+            stop,
         )
-        return self.continuation.texts(self.prompts, choice, stop)
