@@ -53,17 +53,10 @@ from titanlite.config.help import help_text
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config, portable
 from titanlite.data.order import build_samples
-from titanlite.data.prepared import (
-    fingerprint_of,
-    load_sources,
-)
+from titanlite.data.prepared import fingerprint_of, load_sources
 from titanlite.data.stream import TrainStream
 from titanlite.distributed import process_group
-from titanlite.distributed.agreement import (
-    PATIENT,
-    broadcast_from_rank0,
-    require_agreement,
-)
+from titanlite.distributed.agreement import PATIENT, broadcast_from_rank0, require_agreement
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.run_folder import RunFolder
 from titanlite.distributed.signals import Requests
@@ -123,7 +116,7 @@ def main(config: Config) -> int:
     data = load_sources(config.data, prepared_folders(config.data, tokenizer), tokenizer)
     require_agreement(PATIENT, data=fingerprint_of(data))  # preparing takes nodes different times
     samples = build_samples(data, config.data, config.training, config.run.seed)
-    config = epochs_in_steps(config, samples)  # keys that count epochs now count steps
+    config = epochs_in_steps(config, samples.rows[0].count)  # no key counts epochs any more
     training = config.training
     stream = TrainStream(samples, training, mesh, config.data.document_mask, config.lora.drops)
 

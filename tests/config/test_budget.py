@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from messages import assert_mentions
 
@@ -13,7 +11,7 @@ from titanlite.config.to_toml import to_toml
 from titanlite.optim.schedule import lr_factor
 from titanlite.runtime.errors import ConfigError
 
-SAMPLES = SimpleNamespace(rows=[SimpleNamespace(count=100)])
+SAMPLES = 100  # of an epoch
 SHAPE = [
     "--training.seq_len=100",
     "--training.global_batch_size=8",

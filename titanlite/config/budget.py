@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from fractions import Fraction
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from titanlite.config.batch_sizes import samples_after, steps_for, steps_for_tokens
 from titanlite.config.changes import milestones
@@ -78,29 +78,13 @@ def in_steps(config: Config) -> Config:
     return dataclasses.replace(config, training=training, schedule=schedule, checkpoint=checkpoint)
 
 
-class HasSources(Protocol):
-    """The training samples, as `build_samples` returns them."""
-
-    @property
-    def rows(self) -> Sequence[Countable]:
-        """The rows of each source."""
-
-
-class Countable(Protocol):
-    """The rows of a source; an epoch has `count` of them."""
-
-    @property
-    def count(self) -> int: ...
-
-
-def epochs_in_steps(config: Config, samples: HasSources) -> Config:
+def epochs_in_steps(config: Config, count: int) -> Config:
     """Replaces epochs in the config by steps; returns it unchanged if no key counts epochs.
 
-    `samples` are the run's; they have a single source if a key counts epochs.
+    `count`: the number of samples of an epoch. If a key counts epochs, the run has one source.
     """
     training = config.training
     schedule = config.schedule
-    count = samples.rows[0].count
     if training.epochs:
         steps = _steps_for_epochs(training, training.epochs, count)
         training = dataclasses.replace(training, steps=steps, epochs=0.0)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from titanlite.distributed.torch_private import (
     OpOverload,
     call_kernel,
 )
+from titanlite.observe.step_times import StepTimes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,19 +47,7 @@ if hasattr(dist, "all_gather_single"):
 _libraries: list[torch.library.Library] = []
 
 
-class TimesWaits(Protocol):
-    """The methods of `StepTimes` that mark the waits."""
-
-    enabled: bool
-
-    def begin_wait(self) -> bool:
-        """Records that a wait begins. Returns whether it is recorded."""
-
-    def end_wait(self) -> None:
-        """Records that a recorded wait ends."""
-
-
-def time_waits(times: TimesWaits, device: torch.device) -> None:
+def time_waits(times: StepTimes, device: torch.device) -> None:
     """Makes `times` mark each wait of this process for other ranks, from now on.
 
     This replaces functions of torch. Nothing is replaced if `times` is off, or if there is one
