@@ -10,7 +10,7 @@ import pytest
 from titanlite.config.keys import Key
 from titanlite.config.values import convert, parse
 
-INTEGER = Key("a.b", int, 1, "", 0, None, (), None)
+INTEGER = Key("a.b", int, 1, "", 0, None, (), None, "any")
 NUMBER = dataclasses.replace(INTEGER, kind=float)
 PAIR = dataclasses.replace(INTEGER, kind=tuple, max=1)
 TEXT = dataclasses.replace(INTEGER, kind=str, min=None)

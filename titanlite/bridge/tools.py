@@ -117,10 +117,12 @@ def compare_with_plan(
 ) -> str:
     """Writes memory and speed as `titanlite plan` predicts them beside those of a logged row.
 
-    The text is empty for a device that the plan does not know, and if the batch size changes.
+    Returns "" for a device that is not in the plan's table, and if the batch size changes.
     """
+    if config.training.batch_ramp:
+        return ""
     check = find("plan.check")
-    if config.training.batch_ramp or check is None:
+    if check is None:
         return ""
     return str(check.comparison(config, llama, dist.get_world_size(), device_name(device), row))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from titanlite.config.schema import sections
+from titanlite.config.schema import Resume, sections
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Key:
     max: float | None
     choices: tuple[object, ...]
     items: type | None  # for a list: str, or the dataclass of its tables
-    resume: str = "any"  # whether a resumed run may have another value: see `schema.Resume`
+    resume: Resume  # whether a resumed run may have another value
 
     @property
     def is_list_of_strings(self) -> bool:

@@ -343,7 +343,8 @@ def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
     overrides["explicit_head_dim"] = section.head_dim
     if section.embeddings is not None:
         overrides["tied_embeddings"] = section.embeddings == "tied"
-    config = replace(config, **{k: value for k, value in overrides.items() if value is not None})
+    present = {name: value for name, value in overrides.items() if value is not None}
+    config = replace(config, **present)
     config = replace(config, rope_scaling=_resolve_scaling(section, config.rope_scaling))
     config = _resolve_window(section, config)
     if not config.vocab_size:

@@ -149,7 +149,7 @@ def document_masks(
     documents: Tensor,
     mesh: DeviceMesh,
     build: Callable[[Tensor, int, int, int], Mask],
-    window: int = 0,
+    window: int,
 ) -> list[Mask]:
     """Builds the two masks with `build` for sequences of several documents (B, S), or with a
     window: each query attends to its document only, and to the last `window` positions of it.

@@ -12,7 +12,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.schema import Config, ModelConfig
+from titanlite.config.schema import Config
 from titanlite.model.flavors import LlamaConfig, RopeScaling
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer_json import TOKENIZER_FILES
@@ -36,7 +36,7 @@ def adopt_checkpoint(config: Config) -> Config:
     full = open_full_state(Path(config.checkpoint.initial_load))
     model = config.model
     for name, value in keys_of(full.model, full.path).items():
-        if getattr(model, name) == getattr(ModelConfig, name):  # not set by the user
+        if getattr(model, name) is None:  # not set by the user
             model = dataclasses.replace(model, **{name: value})
     data = config.data
     has_tokenizer = full.path.is_dir() and any(
