@@ -8,9 +8,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    """`launch`, and `ConfigError`, which it raises.
-
-    Imported at first use: training needs neither.
+    """Imports `launch`, and `ConfigError`, which it raises, at their first use: training needs
+    neither.
     """
     if name == "launch":
         from titanlite.tools.cli.from_python import launch

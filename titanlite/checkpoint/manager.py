@@ -175,7 +175,9 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether an asynchronous save has failed on this process; `raise_failure` says why."""
+        """Whether an asynchronous save has failed on this process; `raise_failure` raises
+        its error.
+        """
         return self.saver.failed
 
     def due(self, step: int, requested: bool) -> bool:

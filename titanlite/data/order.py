@@ -113,7 +113,7 @@ class Samples:
 def build_samples(
     data: list[PreparedData], section: DataConfig, training: TrainingConfig, seed: int
 ) -> Samples:
-    """Builds the order of the training samples; `sources` are the section's."""
+    """Builds the order of the training samples; `data`: the sources of `section`."""
     rows: dict[str, Rows] = {}
     for part in data:
         tokens = part.tokens("train")

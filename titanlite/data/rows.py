@@ -24,8 +24,9 @@ IGNORED = -100
 
 
 class Batch(NamedTuple):
-    """tokens and labels (B, S), int64; labels[b, s] is the token after tokens[b, s], or IGNORED.
+    """Rows of tokens and labels; labels[b, s] is the token after tokens[b, s], or IGNORED.
 
+    tokens and labels (B, S), int64.
     positions (B, S), int64, only with `data.document_mask`: the position of each token in its
     document, or in the part of it that the row has. It is 0 where a document or the row starts.
     dropout_keys (B, S), int64, only for training with `lora.dropout`: a hash of seed, sample and

@@ -74,7 +74,7 @@ class HasStep(Protocol):
 
 
 class Watchdog:
-    """Runs from its construction to `close`.
+    """Ends the run if a rank hangs; runs from its construction to `close`.
 
     All ranks construct and close it together; one per process.
     """

@@ -321,6 +321,7 @@ class Llama(nn.Module):
     def draw(self, name: str, weight: Tensor, generator: torch.Generator) -> Tensor:
         """Draws a parameter's initial value by torchtitan's rules; Llama's are not published.
 
+        `parallel/` may replace it, for the parameters that it adds.
         The std of wo, w2 and w3 decreases with depth. A tied embedding has std 0.02, as in Llama
         3.2's configuration: with std 1 the first logits would have std sqrt(D), and the first loss
         would be far above ln(V).

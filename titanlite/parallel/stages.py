@@ -192,8 +192,8 @@ class Stages:
 
     @contextlib.contextmanager
     def in_place_of_loss(self, function: SummedLoss) -> Iterator[None]:
-        """Replaces the loss within this context: `evaluate` and `forward_backward` call `function`
-        with logits and labels. Its gradients are right only if it, too, is a sum over tokens.
+        """Replaces the loss within this context: `evaluate` calls `function` with logits and
+        labels, and adds up what it returns for each chunk or microbatch.
         """
         holder: Runner | ChunkedLoss = self.runner
         if isinstance(holder.loss, ChunkedLoss):

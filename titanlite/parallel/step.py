@@ -41,7 +41,7 @@ class StepParts:
 
     device: torch.device
     max_norm: float  # training.max_norm
-    options: OptimizerConfig
+    options: OptimizerConfig  # [optimizer]: how gradients are clipped
     stages: Stages  # forward and backward of this rank's parts of the model
     optimizer: torch.optim.Optimizer
     schedule: Schedule
