@@ -34,6 +34,7 @@ SMALLEST_HEAD = 16  # the smallest head width that its kernels support
 class HasMasks(Protocol):
     """The attributes of a Llama that `apply_block_mask` uses."""
 
+    # Not Llama itself: llama.py imports attention.py, which imports this file
     config: LlamaConfig
     document_mask: Callable[..., Any]
 
