@@ -1,7 +1,7 @@
 """Filters a corpus, drops near duplicates and tokenises it, with datatrove; titanlite trains on the
 result.
 
-    pip install 'titanlite[corpus]'
+    pip install datatrove orjson spacy tokenizers
     python docs/corpus.py my_texts my_corpus --workers 8      # JSON lines with the field text
     ./run_train.sh debug --data.path=my_corpus/tokens
 

@@ -1,7 +1,7 @@
 """Trains with Ray Train: one worker per node, whose call of titanlite starts the training processes
 of that node.
 
-    pip install titanlite[ray]
+    pip install 'ray[train]'
     python docs/orchestrators/ray_train.py --nodes 1 --processes 2 --steps 20
 
 The workers have a process group of Ray, which is not used: the training processes form another one.

@@ -24,7 +24,7 @@ def without_libraries(monkeypatch):
 def test_a_library_that_is_not_installed_is_named_with_the_command(without_libraries):
     with pytest.raises(ConfigError) as caught:
         require_installed(("wandb", "mlflow"))
-    command = "pip install 'titanlite[wandb,mlflow]', or pip install wandb mlflow"
+    command = "pip install wandb mlflow"
     assert caught.value.problems == [
         f"metrics.sinks: {name} is not installed: {command}" for name in ("wandb", "mlflow")
     ]

@@ -15,9 +15,7 @@ def require_installed(sinks: tuple[str, ...]) -> None:
     """Raises ConfigError, with a pip command, if the library of a sink is not installed."""
     missing = [name for name in sinks if importlib.util.find_spec(name) is None]
     if missing:
-        command = (
-            f"pip install 'titanlite[{','.join(missing)}]', or pip install {' '.join(missing)}"
-        )
+        command = f"pip install {' '.join(missing)}"
         raise ConfigError(
             [f"metrics.sinks: {name} is not installed: {command}" for name in missing]
         )

@@ -25,9 +25,7 @@ def train_bpe_fast(texts: Iterable[str], num_tokens: int) -> list[bytes]:
     try:
         import tokenizers  # optional
     except ImportError:
-        raise ConfigError(
-            "--fast: needs the tokenizers package; pip install 'titanlite[fast]'"
-        ) from None
+        raise ConfigError("--fast: needs the tokenizers package; pip install tokenizers") from None
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())

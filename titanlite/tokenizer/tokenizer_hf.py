@@ -6,7 +6,7 @@ bytes (SmolLM2). Special tokens are removed from the file before the package rea
 would find their names in any text: here a name in a document is ordinary characters.
 Why not for all tokenizers: tiktoken encodes text of any length in blocks, without another package.
 What it costs: a document is encoded as a whole, and the package is an extra:
-`pip install titanlite[fast]`.
+`pip install tokenizers`.
 Reference: https://huggingface.co/docs/tokenizers
 """
 

@@ -59,5 +59,5 @@ def test_wrong_input(whole_run, text_file, tmp_path, monkeypatch):
     with refused("several sets", "numbers"):
         run([folder, "--perplexity", str(text_file), str(text_file)])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with refused("lm-eval is not installed", "titanlite[evaluate]"):
+    with refused("lm-eval is not installed", "pip install lm-eval"):
         run([folder, "--tasks", "x"])

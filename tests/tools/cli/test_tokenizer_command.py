@@ -51,7 +51,7 @@ def test_fast_training_without_the_package_is_refused(tmp_path, text_file, capsy
     assert (
         main(["tokenizer", "train", str(tmp_path / "x"), "--fast", f"--data-path={text_file}"]) == 2
     )
-    assert_mentions(capsys.readouterr().err, "--fast", "titanlite[fast]")
+    assert_mentions(capsys.readouterr().err, "--fast", "tokenizers")
     assert not (tmp_path / "x").exists()
 
 

@@ -78,7 +78,7 @@ def test_a_file_that_is_not_there_and_yaml_without_its_package(tmp_path, monkeyp
         read_table(tmp_path / "missing.json")
     (tmp_path / "a.yaml").write_text("a: 1")
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with refused("YAML needs the package PyYAML", "titanlite[yaml]"):
+    with refused("YAML needs the package PyYAML", "pip install pyyaml"):
         read_table(tmp_path / "a.yaml")
 
 

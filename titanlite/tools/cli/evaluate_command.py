@@ -168,10 +168,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     if not options.tasks and not options.perplexity:
         problems.append("nothing to evaluate; expected --tasks, --perplexity or both")
     if options.tasks and importlib.util.find_spec("lm_eval") is None:
-        problems.append(
-            "--tasks: lm-eval is not installed: pip install 'titanlite[evaluate]', or pip "
-            "install lm-eval"
-        )
+        problems.append("--tasks: lm-eval is not installed: pip install lm-eval")
     if options.include and not options.include.is_dir():
         problems.append(f"--include {options.include}: no such folder")
     if problems:
@@ -201,8 +198,8 @@ def _prepared(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Prepare
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ConfigError(
-            f"--perplexity: {', '.join(repeated)}: several sets have this name; evaluate one at "
-            "a time"
+            f"--perplexity: {', '.join(repeated)}: several sets have this name, that of the text "
+            "they were made from; evaluate one at a time"
         )
     return data
 

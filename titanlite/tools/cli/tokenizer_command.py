@@ -53,7 +53,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     train.add_argument(
         "--fast",
         action="store_true",
-        help="on all cores, by the tokenizers package: titanlite[fast]",
+        help="on all cores, by the package tokenizers",
     )
     for name, text in (
         ("info", "print what it is, and how many bytes of a text a token has"),

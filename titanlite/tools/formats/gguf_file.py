@@ -1,4 +1,4 @@
-"""GGUF, llama.cpp's file: written by the `gguf` package (`pip install titanlite[gguf]`), and opened
+"""GGUF, llama.cpp's file: written by the `gguf` package (`pip install gguf`), and opened
 for the comparison. `gguf_reader.py` reads files of others.
 
 What it is: metadata, the tokenizer and the tensors in one file. The architecture `llama` has

@@ -1,7 +1,7 @@
 """Reading a GGUF file, quantized or not: names, metadata, dequantization.
 
 What it is: the metadata becomes a `LlamaConfig`, and tensors get titanlite's names; the package
-`gguf` (`pip install titanlite[gguf]`) dequantizes. Its reader of headers is not used: with a wrong
+`gguf` (`pip install gguf`) dequantizes. Its reader of headers is not used: with a wrong
 length in the file it takes hours. Quantized matrices are read as fp32, row by row: these are the
 numbers with which llama.cpp computes, not those of the model before it was quantized.
 `gguf_tokenizer.py` reads the tokenizer.

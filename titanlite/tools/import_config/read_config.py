@@ -81,7 +81,7 @@ def kind_of(path: Path, text: str) -> str:
 def read_yaml(text: str) -> Any:
     """Reads safe YAML: no tag makes an object."""
     if find_spec("yaml") is None:
-        raise ConfigError("YAML needs the package PyYAML: pip install 'titanlite[yaml]'")
+        raise ConfigError("YAML needs the package PyYAML: pip install pyyaml")
     import yaml  # an extra
 
     try:

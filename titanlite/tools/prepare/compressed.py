@@ -130,9 +130,7 @@ def _decompressor(path: Path) -> Any:
     try:
         import zstandard
     except ImportError:
-        raise ConfigError(
-            f"{path}: needs the package zstandard: pip install 'titanlite[zstd]'"
-        ) from None
+        raise ConfigError(f"{path}: needs the package zstandard: pip install zstandard") from None
     return zstandard.ZstdDecompressor(max_window_size=WINDOW)
 
 

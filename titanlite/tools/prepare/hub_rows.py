@@ -22,9 +22,7 @@ def open_hub(spec: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise ConfigError(
-            f"{spec}: needs the package datasets: pip install 'titanlite[hf]'"
-        ) from None
+        raise ConfigError(f"{spec}: needs the package datasets: pip install datasets") from None
     try:
         # From save_to_disk
         if Path(name, "state.json").is_file() or Path(name, "dataset_dict.json").is_file():

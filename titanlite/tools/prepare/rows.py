@@ -279,7 +279,7 @@ def _parquet_document(
 def _table(file: File, columns: list[str]) -> Table:
     """What a Parquet file says of itself. Raises ConfigError if it cannot be read."""
     if not installed():
-        raise ConfigError(f"{file.path}: Parquet needs pyarrow: pip install 'titanlite[parquet]'")
+        raise ConfigError(f"{file.path}: Parquet needs pyarrow: pip install pyarrow")
     try:
         return describe(file.path, columns)
     except UnreadableParquet as error:
