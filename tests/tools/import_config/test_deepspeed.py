@@ -96,7 +96,7 @@ def test_values_and_defaults(entries, names, expected, tmp_path):
         ({"zero_optimization": {"stage": 4}}, ["stage = 4", "from 0 to 3"]),
         ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ["zero_optimization.cpu_offload = True"]),
         ({"tensor_parallel": {"autotp_size": "auto"}}, ["autotp_size = auto", "write it here"]),
-        ({"sequence_parallel_size": 3}, ["--processes 16", "pp x cp x tp = 3"]),
+        ({"sequence_parallel_size": 3}, ["--processes 16", "a multiple of 3, the product of the degrees"]),
         ({"gradient_predivide_factor": 2.0}, ["gradient_predivide_factor = 2.0"]),
         ({"elasticity": {"enabled": True}}, ["elasticity.enabled = True"]),
         ({"sparse_attention": {"mode": "fixed"}}, ["sparse_attention.mode = fixed"]),

@@ -41,6 +41,14 @@ def test_three_kinds_of_files_by_ending_and_by_content(name, text, tmp_path):
         ("--dashes-only --", {"dashes_only": "--"}),
         # A variable that is set twice has a value that only the shell knows
         ("N=8\nif x; then\nN=9\nfi\nrun --a $N --b 2 --b 2", {"a": "$N", "b": "2"}),
+        ("N=8\nif x; then N=9; fi\nrun --a ${N:-7}", {"a": "${N:-7}"}),
+        ("N=8\nN=$((N * 2))\nrun --a $N", {"a": "$N"}),
+        ("N=8\n[ -n x ] && N=9\nrun --a $N", {"a": "$N"}),
+        ("N=8\nfor N in 1 2; do\nrun --a $N\ndone", {"a": "$N"}),
+        ("if x; then\nN=9\nfi\nrun --a $N", {"a": "$N"}),
+        ("N=9\nif x; then\nM=1\nfi\nrun --a $N", {"a": "9"}),
+        # What stands for arguments is read where it is set
+        ('A="--a 1"\nB=(--b 2)\nrun x.py --c 3 $A "${B[@]}" --d', {"a": "1", "b": "2", "c": "3", "d": True}),
     ],
 )  # fmt: skip
 def test_arguments_are_read_and_nothing_is_run(text, expected):
@@ -62,6 +70,13 @@ def test_arguments_are_read_and_nothing_is_run(text, expected):
         ("a.json", b'{"a": [' + b"1," * 50_000 + b"1]}", ["more than 50000"]),
         ("a.yaml", b"a: " + b"x" * 70_000, ["70003 letters of YAML; expected at most 65536"]),
         ("a.sh", b"x --lr 1 \\\n --lr 2", ["not arguments", "--lr has two values, 1 and 2"]),
+        ("a.sh", b"x.py --lr 1 \\\n $MORE --bf16", ["not arguments: $MORE: arguments that the file"]),
+        ("a.sh", b"A='--lr 1'\nx.py $A \"$@\"", ['"$@": arguments that the file does not have']),
+        ("a.sh", b"x.py $(cat more) --lr 1", ["$(cat: arguments that the file does not have"]),
+        ("a.sh", b"A='--lr 1'\nif y; then\nA='--bf16'\nfi", ["--bf16 stands under a condition"]),
+        ("a.sh", b"A='--lr 1'\n[ y ] && A='--bf16'", ["--bf16 stands under a condition"]),
+        ("a.json", b'{"a": {"b": 1, "c": 2, "b": 1}}', ["not JSON: b stands twice in one object"]),
+        ("a.json", b'{"a.b": 1, "a": {"b": 2}}', ["a.b stands twice"]),
         ("a.yaml", b"a: &a [x, x, x]\nb: &b [*a, *a, *a, *a]\n"
          + b"".join(b"%c: &%c [*%c, *%c, *%c, *%c]\n" % (n, n, *[n - 1] * 4) for n in range(99, 115)),
          ["more than 50000"]),

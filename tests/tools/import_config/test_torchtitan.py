@@ -97,7 +97,11 @@ def test_other_values(changed, names, expected, tmp_path):
         (('flavor = "8B"', 'flavor = "8b"'), ["llama3 8b", "llama3 8B"]),
         (("tensor_parallel_degree = 2", "expert_parallel_degree = 2"), ["models are dense; expected 1"]),
         (("tensor_parallel_degree = 2", "pipeline_parallel_layers_per_stage = 2"), ["expected None"]),
-        (("tensor_parallel_degree = 2", "tensor_parallel_degree = 3"), ["multiple of pp x cp x tp = 6"]),
+        (("tensor_parallel_degree = 2", "tensor_parallel_degree = 3"), ["a multiple of 6, the product"]),
+        # On 16 processes 4 ranks of FSDP x tp 2 x cp 2 are a layout; 8 x 4 and 2 x 4 are none
+        (("shard_degree = -1", "shard_degree = 8"), ["--processes 16: expected 32, the product of"]),
+        (("shard_degree = -1", "shard_degree = 2"), ["--processes 16: expected 8, the product of"]),
+        (("replicate_degree = 1", "replicate_degree = 3"), ["expected a multiple of 12, the product of"]),
         (('name = "AdamW"', 'name = "Adam"'), ["optimizer.name = Adam", "expected one of AdamW"]),
         (('"quantize.linear.float8"', '"quantize.linear.mx"'), ["model.converters", "float8 or none"]),
         (("filter_fqns", 'recipe_name = "rowwise_with_gw_hp"\nfilter_fqns'), ["rowwise_with_gw_hp"]),

@@ -82,8 +82,10 @@ def test_arguments(arguments, names, expected, tmp_path):
         ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}}, ["num_cycles = 2"]),
         ({"fsdp": "hybrid_shard"}, ["fsdp = hybrid_shard"]),
         ({"parallelism_config": {"sp_size": 2}}, ["parallelism_config.sp_size = 2"]),
+        # Absent degrees are 1 there: two processes, not 8 replicas of 2
+        ({"parallelism_config": {"tp_size": 2}}, ["--processes 16: expected 2, the product"]),
         ({"parallelism_config": {"ep_size": 2}}, ["parallelism_config.ep_size = 2: not known"]),
-        ({"fsdp": True, "parallelism_config": {"tp_size": 3}}, ["--processes 16", "= 3"]),
+        ({"fsdp": True, "parallelism_config": {"tp_size": 3}}, ["--processes 16: expected 3, the product"]),
         ({"per_device_train_batch_size": 1.5}, ["1.5: expected a whole number"]),
         # TRL's SFTConfig has other defaults
         ({"max_length": 1024, "packing": True}, ["max_length = 1024: not known", "packing = True"]),

@@ -8,15 +8,22 @@ from titanlite.tools.import_config.draft import Draft
 
 
 def data_ranks(draft: Draft) -> int:
-    """The number of data-parallel ranks; 0 if it is not known."""
+    """The number of data-parallel ranks; 0 if it is not known.
+
+    A number of processes for which the degrees leave no layout makes no file.
+    """
     others = math.prod(draft.get(f"parallel.{axis}") for axis in ("pp", "cp", "tp"))
-    if draft.processes % others:
-        layout = f"pp x cp x tp = {others}"
-        draft.refusals.append(f"--processes {draft.processes}: expected a multiple of {layout}")
-    if draft.processes:
-        return draft.processes // others
-    replicas = draft.get("parallel.dp_replicate") * draft.get("parallel.dp_shard")
-    return max(0, replicas)
+    replicas = [draft.get("parallel.dp_replicate"), draft.get("parallel.dp_shard")]
+    layout = others * math.prod(degree for degree in replicas if degree > 0)
+    is_open = -1 in replicas  # one of them is what the others leave
+    if not draft.processes:
+        return 0 if is_open else layout // others
+    if draft.processes % layout or (draft.processes != layout and not is_open):
+        expected = f"a multiple of {layout}" if is_open else str(layout)
+        draft.refusals.append(
+            f"--processes {draft.processes}: expected {expected}, the product of the degrees"
+        )
+    return draft.processes // others
 
 
 def set_batch(draft: Draft, local: int, steps: int, total: int, names: str) -> None:

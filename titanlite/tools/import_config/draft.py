@@ -110,9 +110,7 @@ class Draft:
 
     def refuse(self, names: str, value: object, reason: str) -> None:
         """Notes a foreign value for which no file is written."""
-        text = f"{self.origin(names)} = {short(value)}: {reason}"
-        if text not in self.refusals:
-            self.refusals.append(text)
+        self.refusals.append(f"{self.origin(names)} = {short(value)}: {reason}")
 
     def changed(self) -> list[Setting]:
         """The settings that differ from our defaults, in the order of the schema."""

@@ -166,6 +166,10 @@ def _schedule(draft: Draft) -> None:
         if end not in (None, draft.value(run)) and style != "constant":
             draft.leave(decay, end, f"the decay ends with the run, at {draft.value(run)}")
     _warmup(draft, length)
+    warmup = "lr_warmup_fraction lr_warmup_iters lr_warmup_samples"
+    if style == "inverse-square-root" and not any(draft.number(name) for name in warmup.split()):
+        # There the peak is then the rate of the first sample, not of the first step
+        draft.refuse(f"lr_decay_style {warmup}", style, "expected a warm-up")
 
 
 def _warmup(draft: Draft, length: int) -> None:
@@ -261,7 +265,6 @@ def _documents(draft: Draft) -> None:
 
 def _saves(draft: Draft) -> None:
     draft.set("checkpoint.freq", draft.value("save_interval") or 0, "save_interval")
-    draft.set("run.folder", draft.entries.get("save") or "outputs", "save")
     mode = "async" if draft.on("async_save") else "disabled"
     draft.set("checkpoint.async_mode", mode, "async_save")
 
@@ -486,11 +489,12 @@ ROWS = (
         "data_cache_path num_workers=2 no_mmap_bin_files=false|true "
         "no_create_attention_mask_in_dataloader=false|true num_dataset_builder_threads=1",
     ),
+    Row("save", "run.folder", None),
     *by(
         _saves,
-        "run.folder checkpoint.freq checkpoint.async_mode",
+        "checkpoint.freq checkpoint.async_mode",
         "without an interval only at the end",
-        "save save_interval async_save=false",
+        "save_interval async_save=false",
     ),
     *leave(
         "a run resumes from its own folder; `checkpoint.initial_load` begins with weights",
@@ -512,12 +516,8 @@ ROWS = (
         "eval_interval eval_iters=100",
     ),
     Row("log_interval", "metrics.log_freq", 100),
-    *by(
-        _sinks,
-        "metrics.sinks metrics.project",
-        "",
-        "tensorboard_dir wandb_project",
-    ),
+    # Text, so that variables of the script may stand in it
+    *by(_sinks, "metrics.project", "`metrics.sinks` too", "tensorboard_dir wandb_project"),
     *leave(
         "`metrics.jsonl` has loss, rate, throughput, times and memory",
         "wandb_exp_name wandb_save_dir wandb_entity tensorboard_log_interval=1 "
@@ -574,5 +574,9 @@ ROWS = (
         "exit_interval exit_duration_in_mins exit_signal_handler=false|true",
     ),
 )
-REMARKS = ("lr: the rate of step n there is that of step n - 1 here, so a warm-up begins with 0",)
+REMARKS = (
+    "lr: the rate of step n there is that of step n - 1 here, so a warm-up begins with 0",
+    "initial weights: normal of std init_method_std there, the embedding and the output too, with "
+    "one smaller std for the last matrices of all blocks; here they are torchtitan's",
+)
 MEGATRON = Format("megatron", "Megatron-LM", "core 0.19.0", ROWS, REMARKS)

@@ -2,7 +2,8 @@
 
 What it is: `read_table` reads a file, and `flatten` gives `{"optimizer.params.lr": 3e-4, ...}`.
 Nothing is run: of a script, the `--name value` pairs are read, with variables that the script sets
-to plain words, each once.
+to plain words, each once. What only a shell knows is an error: an option under `if`, or arguments
+in a variable that the file does not set.
 What it costs: YAML needs the package PyYAML, an extra of titanlite; the others need nothing.
 """
 
@@ -31,6 +32,11 @@ DEEPEST = 12
 OPTION = re.compile(r"(?:^|(?<=[\s\"'(=]))--[A-Za-z][\w.-]*")
 VARIABLE = re.compile(
     r"^\s*(?:export\s+)?([A-Za-z_]\w*)=[\"']?([^\s\"'()$`]{1,200})[\"']?\s*$", re.MULTILINE
+)
+# Every way in which a script gives a name a value; only `VARIABLE` is one that is read
+ASSIGNED = re.compile(r"(?<![\w$-])([A-Za-z_]\w*)\+?=|\b(?:for|read)\s+([A-Za-z_]\w*)")
+BRANCH = re.compile(
+    r"(?:^|;)[ \t]*(if|case|fi|esac)\b|^[ \t]*((?:\[|test\s).*(?:&&|\|\|).*)$", re.MULTILINE
 )
 USE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)")
 NUMBER = re.compile(r"-?[\d.][\d._]*(?:e[+-]?\d+)?", re.IGNORECASE)
@@ -96,25 +102,29 @@ def read_arguments(text: str) -> dict[str, object]:
     """The `--name value` pairs of a script, a file or a line.
 
     A name without a value is a switch, which is on; several values are one text with spaces. Raises
-    ValueError for a name with two different values, of which the shell would choose one.
+    ValueError for what only a shell knows: a name with two different values, or under `if`, and
+    arguments in a variable that the file does not set.
     """
     text = re.sub(r"(?:^|(?<=\s))#.*", "", text)
     text = re.sub(r"\\\r?\n", " ", text)
-    assigned = VARIABLE.findall(text)
-    variables = dict(assigned)
-    for name, value in assigned:
-        if variables.get(name) != value:  # set twice: which one counts is not known
-            variables.pop(name, None)
+    assigned = assigned_names(text)
+    variables = plain_variables(text)
 
     def replaced(match: re.Match[str]) -> str:
         name = match[1] or match[3]
+        if name in assigned and name not in variables:
+            return match[0]
         return str(variables.get(name, match[2] or match[0]))
 
     text = USE.sub(replaced, text)
+    text = "\n".join(without_bundles(line, assigned) for line in text.split("\n"))
+    branches = under_condition(text)
     places = [*OPTION.finditer(text)]
     ends = [place.start() for place in places[1:]] + [len(text)]
     entries: dict[str, object] = {}
     for place, end in zip(places, ends, strict=True):
+        if is_within(place.start(), branches):
+            raise ValueError(f"{place[0]} stands under a condition: write out the arguments used")
         name = place[0][2:].replace("-", "_")
         rest = text[place.end() : end].partition("\n")[0]
         rest = re.split(r"[\"')][\s)]|[\"')]$|\s\d?[<>]|[;&|<>]", rest.lstrip("= "))[0]
@@ -128,8 +138,79 @@ def read_arguments(text: str) -> dict[str, object]:
     return entries
 
 
+def plain_variables(text: str) -> dict[str, str]:
+    """The variables that a script sets to plain words, once and under no condition."""
+    branches = under_condition(text)
+    assigned = assigned_names(text)
+    return {
+        match[1]: match[2]
+        for match in VARIABLE.finditer(text)
+        if assigned.count(match[1]) == 1 and not is_within(match.start(1), branches)
+    }
+
+
+def assigned_names(text: str) -> list[str]:
+    """The name of each assignment and loop of a script."""
+    return [match[1] or match[2] for match in ASSIGNED.finditer(text)]
+
+
+def under_condition(text: str) -> list[range]:
+    """The parts of a script that it runs under a condition."""
+    ranges = []
+    open_at = []
+    for match in BRANCH.finditer(text):
+        if match[2]:
+            ranges.append(range(match.start(), match.end()))
+        elif match[1] in ("if", "case"):
+            open_at.append(match.start())
+        elif open_at:
+            ranges.append(range(open_at.pop(), match.end()))
+    return ranges
+
+
+def is_within(place: int, ranges: list[range]) -> bool:
+    """Whether a place is in one of the parts of a text."""
+    return any(place in part for part in ranges)
+
+
+def without_bundles(line: str, assigned: list[str]) -> str:
+    """A command without the words that stand for arguments, as `${MODEL_ARGS[@]}`.
+
+    The arguments are read where the file sets the variable. Raises ValueError if it does not.
+    """
+    program = re.search(r"\S+\.py[\"']?(?=\s|$)", line)
+    if program is None:
+        return line
+    kept: list[str] = []
+    for word in line[program.end() :].split():
+        is_value = bool(kept) and kept[-1].startswith("--") and "=" not in kept[-1]
+        use = re.match(r"[\"']?[$`]\{?(\w*)", word)
+        if use is None or is_value:
+            kept.append(word)
+        elif use[1] not in assigned:
+            raise ValueError(
+                f"{word}: arguments that the file does not have; write them out, or remove it"
+            )
+    return " ".join([line[: program.end()], *kept])
+
+
+def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object. Raises ValueError for a name that it has twice, as DeepSpeed does."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{repeated} stands twice in one object")
+    return table
+
+
+def read_json(text: str) -> Any:
+    """A JSON document in which no object has a name twice."""
+    return json.loads(text, object_pairs_hook=without_repeats)
+
+
 PARSERS: dict[str, Callable[[str], Any]] = {
-    "JSON": json.loads,
+    "JSON": read_json,
     "TOML": tomllib.loads,
     "YAML": read_yaml,
     "arguments": read_arguments,
@@ -163,6 +244,8 @@ def flatten(table: dict[str, object], whole: tuple[str, ...] = ()) -> dict[str, 
             raise ValueError(f"{name}: more than {DEEPEST} tables within each other")
         if isinstance(value, dict) and value and name not in whole:
             waiting += [(f"{name}.{key}", inner, depth + 1) for key, inner in value.items()]
+        elif name in entries:
+            raise ValueError(f"{name} stands twice: as a name with dots, and in a table")
         else:
             entries[name] = value
     return entries

@@ -46,10 +46,11 @@ def _degrees(draft: Draft) -> None:
         "dp_replicate_size": "parallel.dp_replicate",
         "dp_shard_size": "parallel.dp_shard",
     }
-    given = [name for name in keys if draft.value(DEGREE + name) is not None]
-    for name in given:
-        draft.set(keys[name], draft.value(DEGREE + name), DEGREE + name)
-    if not given and not draft.on("fsdp") and draft.value("deepspeed") is None:
+    degrees = {name: draft.value(DEGREE + name) for name in keys}
+    if any(degree is not None for degree in degrees.values()):
+        for name, degree in degrees.items():
+            draft.set(keys[name], 1 if degree is None else degree, DEGREE + name)
+    elif not draft.on("fsdp") and draft.value("deepspeed") is None:
         replicate(draft, "fsdp deepspeed")
 
 

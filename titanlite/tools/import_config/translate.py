@@ -38,7 +38,7 @@ def translate(entries: Mapping[str, object], form: Format, processes: int = 0) -
     if not draft.refusals:
         draft.refusals += _contradictions(draft)
     if draft.refusals:
-        raise ConfigError(draft.refusals)
+        raise ConfigError(list(dict.fromkeys(draft.refusals)))  # each once
     return draft
 
 
