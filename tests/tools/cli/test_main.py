@@ -25,7 +25,9 @@ def test_usage_and_unknown_commands(capsys):
     assert main([]) == 0
     assert "generate CHECKPOINT" in capsys.readouterr().out
     assert main(["generat"]) == 2
-    assert_mentions(capsys.readouterr().err, "'generat'", "did you mean generate?")
+    errors = capsys.readouterr().err
+    assert_mentions(errors, "'generat'", "did you mean generate?", "titanlite --help")
+    assert len(errors.splitlines()) == 1
 
 
 def test_python_dash_m():

@@ -34,7 +34,7 @@ def test_a_format_can_be_asked_for(tmp_path):
 
 def test_a_config_of_ours_and_one_of_an_unknown_trainer(tmp_path):
     (tmp_path / "ours.toml").write_text(to_toml(load_config(["debug"])))
-    with refused("ours.toml", "a config of titanlite"):
+    with refused("ours.toml", "a config of titanlite", "--print-config` checks it"):
         import_config(tmp_path / "ours.toml")
     with refused("2 keys", "torchtitan 0.2.2", "--format"):
         detect({"colour": 1, "size": 2})

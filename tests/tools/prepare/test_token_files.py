@@ -145,6 +145,15 @@ def edit(path: Path, offset: int, layout: str, *values: int) -> None:
             "not a whole number",
         ),
         (lambda a: (a / "a.bin").write_bytes((a / "a.bin").read_bytes()[:-20]), "sequence 299"),
+        (
+            lambda a: (a / "a.bin").write_bytes((a / "a.bin").read_bytes() + bytes(20)),
+            f"{2 * sum(map(len, DOCUMENTS)) + 20} bytes, but a.idx ends at byte",
+        ),
+        # No documents and no sequences
+        (
+            lambda a: (a / "a.idx").write_bytes(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 0, 0)),
+            "but a.idx ends at byte 0; one of the two files is of another",
+        ),
         (lambda a: (a / "a.idx").write_bytes((a / "a.idx").read_bytes()[:-3]), "truncated"),
         (
             lambda a: (a / "a.idx").write_bytes((a / "a.idx").read_bytes()[:20]),

@@ -182,7 +182,7 @@ def run_command(name: str, arguments: list[str]) -> int:
             return 0
         if name not in COMMANDS:
             hint = suggestion(name, list(COMMANDS))
-            raise ConfigError([f"unknown command {name!r}{hint}", *usage().splitlines()])
+            raise ConfigError(f"unknown command {name!r}{hint}; titanlite --help lists all")
         file = name.replace("-", "_") + "_command"
         module = importlib.import_module(f"titanlite.tools.cli.{file}")
         if set(HELP) & set(arguments):

@@ -24,7 +24,9 @@ NAMES = [form.name for form in FORMATS]
 def detect(table: dict[str, object]) -> Format:
     """The format that knows most fields of a config. Raises ConfigError if it is like none."""
     if set(flatten(table)) - {"base"} <= set(all_keys()):
-        raise ConfigError("this is a config of titanlite; titanlite config checks it")
+        raise ConfigError(
+            "this is a config of titanlite; `titanlite train FILE --print-config` checks it"
+        )
     known = {form.name: _known(form, table) for form in FORMATS}
     best = max(FORMATS, key=lambda form: known[form.name])
     names = set(flatten(table, best.whole))

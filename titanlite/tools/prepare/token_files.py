@@ -228,6 +228,12 @@ def indexed_documents(file: File, layout: Layout) -> Iterator[tuple[int, int]]:
         # A document begins where the sequence before its first one ends
         starts = [index.end(bound - 1, itemsize) // itemsize for bound in bounds.tolist()]
         yield from itertools.pairwise(starts)
+    end = index.end(len(index.sizes) - 1, itemsize)
+    if end < file.size:
+        raise ConfigError(
+            f"{file.path}: {file.size} bytes, but {index.path.name} ends at byte {end}; "
+            "one of the two files is of another"
+        )
 
 
 def _check_sequences(index: Index, file: File, layout: Layout, sequences: range) -> None:
