@@ -255,7 +255,7 @@ def test_many_tensors_of_one_large_grid_cost_nothing(step):
 def test_a_hostile_manifest_is_refused(step, change):
     (step.parent / "canary").write_text("mine")
     reseal(step, change)
-    before, started = outside(step.parent), time.monotonic()
+    before, started = outside(step.parent), time.process_time()
     with pytest.raises(ConfigError):
         read_step(step, read_manifest(step), state())
     with pytest.raises(ConfigError):
@@ -265,7 +265,7 @@ def test_a_hostile_manifest_is_refused(step, change):
     assert main(["checkpoint", "diff", str(step), str(step)]) in (0, 2)
     assert main(["generate", str(step)]) == 2
     assert outside(step.parent) == before
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_deep_nesting_is_refused(step):
@@ -368,10 +368,10 @@ def test_a_hostile_model_shape_takes_no_memory(pool, arguments, tmp_path, shape)
     (folder / "model.json").write_bytes(content)
     entry = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     reseal(folder, lambda manifest: manifest["files"].update({"model.json": entry}))
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(ConfigError, match="step-1"):
         load_model(open_shared(folder), torch.device("cpu"), 8)
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_what_does_not_fit_is_listed_by_name(step):

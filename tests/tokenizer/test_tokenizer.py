@@ -87,9 +87,9 @@ def test_llama3_ids_of_special_tokens(tmp_path):
 )
 def test_a_megabyte_of_one_kind_takes_bounded_time(text):
     tokenizer = Tokenizer()
-    started = time.monotonic()
+    started = time.process_time()
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
 
 
 def line(token: bytes, rank: int) -> bytes:

@@ -322,10 +322,10 @@ def test_a_token_without_end_is_not_split(tmp_path, caplog):
     main = json.loads(to_files(Tokenizer(), 100)["tokenizer.json"])
     main["model"]["vocab"]["x" * 300_000] = len(main["model"]["vocab"])
     (tmp_path / "tokenizer.json").write_text(json.dumps(main))
-    started = time.monotonic()
+    started = time.process_time()
     assert read_tokenizer(tmp_path) is None
     assert "a token of more than 1024 bytes" in caplog.text
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_headers_of_safetensors_files_are_bounded(tmp_path):
