@@ -68,3 +68,23 @@ setup_env() {
   cp "$here/requirements.txt" "$venv/installed-requirements.txt"
   echo "environment ready: $venv" >&2
 }
+
+# setup_torch VERSION: makes .venv-torch-VERSION with this release in place of the pinned one, and activates it.
+setup_torch() {
+  local here
+  here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+  local venv="$here/.venv-torch-$1"
+  if [ ! -e "$venv/installed" ]; then
+    echo "setting up $venv with torch $1 (once; this can take minutes) ..." >&2
+    if ! python3 -I -m venv --clear "$venv" >&2; then
+      echo "error: python3 cannot make a virtual environment" >&2; return 2
+    fi
+    sed "s/^torch==.*/torch==$1/" "$here/requirements.txt" > "$venv/requirements.txt"
+    cp "$here/requirements-dev.txt" "$venv"
+    if ! "$venv/bin/python" -I -m pip install --quiet --disable-pip-version-check -r "$venv/requirements-dev.txt" >&2; then
+      echo "error: pip could not install torch $1 into $venv; its message is above" >&2; return 2
+    fi
+    touch "$venv/installed"
+  fi
+  export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv"
+}

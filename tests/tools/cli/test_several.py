@@ -24,6 +24,11 @@ from titanlite.tools.cli import processes
 from titanlite.tools.cli.main import main
 from titanlite.tools.cli.several import is_to_start, join, start
 
+KILLED = (
+    "error: the process of rank 1 was killed by SIGKILL\n"
+    "error: Linux kills a process that needs more memory than there is; titanlite plan CONFIG says "
+    "how much a run needs\n"
+)
 TWO = ["--processes", "2", "--device", "cpu"]
 HALF = "632,384 of them in the process of rank 0 of 2"
 
@@ -131,7 +136,7 @@ def children_of(process: subprocess.Popen) -> list[int]:
 @pytest.mark.parametrize(
     ("number", "code", "message"),
     [
-        (signal.SIGKILL, 137, "error: the process of rank 1 was killed by SIGKILL\n"),
+        (signal.SIGKILL, 137, KILLED),
         (signal.SIGINT, 130, ""),
     ],
 )

@@ -245,10 +245,14 @@ def explain(codes: dict[int, int], stopped: bool) -> int:
     rank = (killed or causes or failed or not_zero)[0]
     code = codes[rank]
     if code < 0:
-        print(
-            f"error: the process of rank {rank} was killed by {signal.Signals(-code).name}",
-            file=sys.stderr,
-        )
+        name = signal.Signals(-code).name
+        print(f"error: the process of rank {rank} was killed by {name}", file=sys.stderr)
+        if code == -signal.SIGKILL:
+            print(
+                "error: Linux kills a process that needs more memory than there is; titanlite "
+                "plan CONFIG says how much a run needs",
+                file=sys.stderr,
+            )
     elif code not in (EXIT_CONFIG, EXIT_STOPPED):
         print(
             f"error: the process of rank {rank} failed with exit code {code}; "
