@@ -9,15 +9,21 @@ buffers that it would communicate (docs/cpu.md has the effect on speed).
 What it costs: for each parameter 4 bytes are read and 2 written by the cast, and the reverse for
 its gradient. The cast weights are kept until the backward, 2 bytes per parameter, unless the block
 is recomputed (`recompute.mode = full`).
+
+A norm computes the gradient of its weight in fp32. Autograd rounds it to the dtype of the cast
+weight, unless the cast says otherwise, which it can from torch 2.15 on and where the block is not
+compiled; FSDP2 does so there too.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 
 def apply_mixed_precision(model: nn.Module, compute: torch.dtype) -> None:
@@ -32,6 +38,19 @@ def apply_mixed_precision(model: nn.Module, compute: torch.dtype) -> None:
             module.__class__ = _casting(kind, compute)  # type: ignore[arg-type]  # hashable
 
 
+class _Cast(torch.autograd.Function):
+    """Casts a parameter; its gradient is not rounded to the dtype of the result."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, compute: torch.dtype) -> Tensor:
+        ctx.set_output_grad_dtype(parameter.dtype)
+        return parameter.to(compute)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 @functools.cache
 def _casting(kind: type[nn.Module], compute: torch.dtype) -> type[nn.Module]:
     """Derives a class whose attributes `weight` and `bias` are cast.
@@ -39,10 +58,14 @@ def _casting(kind: type[nn.Module], compute: torch.dtype) -> type[nn.Module]:
     All blocks get the same class, so they are compiled once.
     """
 
+    unrounded = issubclass(kind, nn.RMSNorm) and hasattr(FunctionCtx, "set_output_grad_dtype")
+
     def weight(self: nn.Module) -> Tensor:
         # not `get_parameter`, which would call this property again
         parameter = self._parameters["weight"]
         assert parameter is not None
+        if unrounded and not torch.compiler.is_compiling():
+            return _Cast.apply(parameter, compute)
         return parameter.to(compute)
 
     def bias(self: nn.Module) -> Tensor | None:
