@@ -109,6 +109,12 @@ def _format_of(target: Path, options: Options) -> Target:
     form = TARGETS.get(options.to) or by_suffix.get(target.suffix)
     if form is None:
         raise ConfigError(f"{target}: has no suffix of a format; give --to: {', '.join(TARGETS)}")
+    named = by_suffix.get(target.suffix, form)
+    if named is not form:
+        raise ConfigError(
+            f"{target}: {target.suffix} names a file of {named.name}, and --to is {form.name}; "
+            f"expected another target, or --to {named.name}"
+        )
     dtype = options.dtype
     if dtype and dtype not in form.dtypes:
         raise ConfigError(
