@@ -89,3 +89,34 @@ def test_what_is_no_regular_file_or_too_long_is_not_read(tmp_path):
     with pytest.raises(IsADirectoryError) as caught:
         files.read_bounded(tmp_path)
     assert caught.value.filename == str(tmp_path)
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_new_files_are_written_all_or_none(tmp_path, monkeypatch, existing, fails_at):
+    folder = tmp_path / "a/b"
+    if existing:
+        folder.mkdir(parents=True)
+    contents = {"1": b"x", "c/2": b"y", "3": b"z"}
+    calls = []
+
+    def write_synced(path: Path, content: bytes) -> None:
+        calls.append(path)
+        path.write_bytes(content[:0])
+        if len(calls) == fails_at:
+            raise OSError(28, "No space left on device")
+        path.write_bytes(content)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left") as caught:
+        patch.setattr(files, "write_synced", write_synced)
+        files.write_new_files(folder, contents)
+    assert caught.value.filename == str(folder / [*contents][fails_at - 1])
+    assert os.listdir(tmp_path) == ["a"] * existing
+    assert not existing or os.listdir(folder) == []
+    files.write_new_files(folder, contents)
+    assert {name: (folder / name).read_bytes() for name in contents} == contents
+    with pytest.raises(FileExistsError) as caught:
+        files.write_new_files(folder, {"new": b"", "3": b"other"})
+    assert caught.value.filename == str(folder / "3")
+    assert sorted(os.listdir(folder)) == ["1", "3", "c"]
+    assert (folder / "3").read_bytes() == b"z"

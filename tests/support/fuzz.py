@@ -47,6 +47,7 @@ from fuzz_samples import Reader  # noqa: E402
 
 from titanlite.runtime.errors import ConfigError  # noqa: E402
 from titanlite.tokenizer import tokenizer_probe  # noqa: E402
+from titanlite.tools.chat import template  # noqa: E402
 from titanlite.tools.formats import pickle_reader  # noqa: E402
 from titanlite.tools.prepare import parquet_reader  # noqa: E402
 
@@ -74,10 +75,13 @@ TESTS = (
     "tokenizer/test_tokenizer.py",
     "tokenizer/test_tokenizer_json.py",
     "tokenizer/test_vocab_and_merges.py",
+    "tools/chat/test_template.py",
     "tools/cli/test_prompt_file.py",
     "tools/formats/test_convert_limits.py",
     "tools/formats/test_dcp_safetensors.py",
     "tools/formats/test_foreign_hostile.py",
+    "tools/formats/test_gguf_reader.py",
+    "tools/formats/test_peft.py",
     "tools/formats/test_same_model.py",
     "tools/formats/test_torch_file.py",
     "tools/import_config/test_importer.py",
@@ -144,7 +148,12 @@ RUNS = (
     "socket.connect",
 )
 # Programs of processes with limits, which may be started
-LIMITED = (pickle_reader.__file__, parquet_reader.__file__, tokenizer_probe.__file__)
+LIMITED = (
+    pickle_reader.__file__,
+    parquet_reader.__file__,
+    template.__file__,
+    tokenizer_probe.__file__,
+)
 CHANGES = tuple(
     f"os.{name}"
     for name in ("remove", "rename", "mkdir", "rmdir", "link", "symlink", "truncate", "chmod")

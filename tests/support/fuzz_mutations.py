@@ -26,6 +26,8 @@ HOSTILE += [
     b'"' + b"x" * 3000 + b'"',
     b'"' + b"x" * 300_000 + b'"',
 ]
+HOSTILE += [b"0x" + b"f" * 6000, b"0o" + b"7" * 6000, b"0b" + b"1" * 6000, b"0x" + b"f" * 16]
+HOSTILE += [b"a." * 4000 + b"a = 1", b"${a:-" * 3000, b"\n" * 5000, b"59:" * 3000 + b"59"]
 HOSTILE += [b"\xff\xfe", b"\x00", b"\r\n", b"\n", b"\xe2\x80\xa8", b"\xef\xbb\xbf", b"\x1b[2J"]
 HOSTILE += [
     str(2**n + d).encode() for n in (8, 16, 24, 31, 32, 53, 61, 62, 63, 64, 128) for d in (-1, 0)

@@ -438,7 +438,11 @@ def test_added_tokens_that_are_ordinary_text_are_refused(tmp_path):
             ("tokenizer.json", "it has no "),
         ),
         ("tokenizer.json", b"{" * 100_000, ("tokenizer.json",)),
-        ("tokenizer.json", b'{"model":' * 100_000, ("tokenizer.json", "nested too deeply")),
+        (
+            "tokenizer.json",
+            b'{"model":' * 100_000,
+            ("tokenizer.json", "nested more than 64 levels"),
+        ),
         ("tokenizer_config.json", b"{", ("tokenizer_config.json",)),
         ("tokenizer_config.json", b"[1]", ("tokenizer_config.json",)),
         ("tokenizer_config.json", b'{"bos_token": "<s>"}', ("bos_token = '<s>'", "added tokens")),

@@ -34,8 +34,9 @@ from titanlite.checkpoint.retention import set_aside
 from titanlite.data.excluded import Range
 from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.optim.stability import Verdict
+from titanlite.runtime.documents import read_json
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import read_bounded, replace_file
+from titanlite.runtime.files import replace_file
 
 logger = logging.getLogger("titanlite")
 
@@ -81,12 +82,12 @@ def read_record(folder: Path) -> Record:
     """
     path = folder / RECORD
     try:
-        record = Record(**json.loads(read_bounded(path)))
+        record = Record(**read_json(path))
         if _is_valid(record):
             return record
     except FileNotFoundError:
         return Record()
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError):
         pass
     raise ConfigError(
         f"{path}: damaged; expected the JSON object that a run writes. Without this file the run "

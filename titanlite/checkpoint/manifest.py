@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from titanlite.checkpoint.grid import MAX_DIMS, Grid
+from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 
@@ -186,7 +187,7 @@ def parse_manifest(path: Path, text: str) -> Manifest:
         body, seal, _ = text.rpartition(SEAL)
         if not seal or text != body + _sealing(body):
             raise CorruptCheckpoint(f"{path}: its SHA-256 differs from the one at its end")
-        fields = json.loads(body + "}")
+        fields = parse_json(body + "}")
         version = fields.pop("format")
         if version != FORMAT:
             raise ConfigError(
@@ -195,7 +196,7 @@ def parse_manifest(path: Path, text: str) -> Manifest:
         return _checked(fields)
     except ConfigError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CorruptCheckpoint(
             f"{path}: invalid manifest ({type(error).__name__}: {str(error)[:200]})"
         ) from None

@@ -41,6 +41,7 @@ from titanlite.data.excluded import Range
 from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.distributed.process_group import checkpoint_group
 from titanlite.model.flavors import LlamaConfig
+from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError
 
 logger = logging.getLogger("titanlite")
@@ -124,14 +125,14 @@ def read_excluded(folder: Path, manifest: Manifest) -> list[Range]:
         return []
     try:
         ranges = []
-        for first, end in json.loads(read_file(folder, manifest, EXCLUDED)):
+        for first, end in parse_json(read_file(folder, manifest, EXCLUDED)):
             if not (type(first) is type(end) is int and 0 <= first < end < 1 << 62):
                 raise ValueError("not a range")
             ranges.append((first, end))
         return ranges
     except ConfigError:
         raise
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         raise CorruptCheckpoint(
             f"{folder / EXCLUDED}: expected pairs of sample numbers; the checkpoint is damaged"
         ) from None
@@ -276,7 +277,7 @@ def require_compatible(
         was = _compatibility_settings(manifest.config, saved_files, samples)
     except ConfigError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(f"{folder}: {error!r}; the checkpoint is damaged") from None
     now = _compatibility_settings(config, files, samples)
     changed = []
@@ -328,7 +329,7 @@ def _compatibility_settings(
     """
     # A file may be older than a field; then runs did what the field's default does
     shape = {field.name: field.default for field in dataclasses.fields(LlamaConfig)}
-    shape |= json.loads(files["model.json"])
+    shape |= parse_json(files["model.json"])
     settings: dict[str, Any] = {f"model.{name}": value for name, value in shape.items()}
     for name, key in schema_keys().items():
         if key.resume == "any":
@@ -343,7 +344,7 @@ def _compatibility_settings(
         del settings["lora.targets"]
         del settings["lora.layers"]
     settings["data.phases"] = _phases_begun(config, samples)  # later phases may change
-    settings["data"] = _described_sources(json.loads(files["data.json"]))
+    settings["data"] = _described_sources(parse_json(files["data.json"]))
     return settings
 
 

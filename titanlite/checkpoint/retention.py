@@ -28,8 +28,9 @@ from titanlite.checkpoint.folders import list_steps, remove_folder, step_folder
 from titanlite.checkpoint.manifest import Manifest, read_manifest
 from titanlite.checkpoint.step_files import file_problems
 from titanlite.config.schema import CheckpointConfig
+from titanlite.runtime.documents import read_json
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import read_bounded, replace_file, sync_folder
+from titanlite.runtime.files import replace_file, sync_folder
 
 logger = logging.getLogger("titanlite")
 
@@ -51,13 +52,13 @@ class Proof:
 def read_proof(run_folder: Path) -> Proof:
     """Reads the record in a run's folder; an empty one if there is none or it is damaged."""
     try:
-        content = json.loads(read_bounded(run_folder / PROVEN, 1000))
+        content = read_json(run_folder / PROVEN, 1000)
         if type(content) is int:  # older versions wrote only the step
             content = {"step": content, "plausible": content}
         proof = Proof(**content)
         if is_valid(proof):
             return proof
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError):
         pass
     return Proof()
 

@@ -21,6 +21,7 @@ from titanlite.config.keys import Key, keys_of
 from titanlite.config.mistakes import suggestion
 from titanlite.config.schema import DataConfig, PhaseConfig, SourceConfig, TrainingConfig
 from titanlite.config.values import Mistake, convert
+from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError
 
 NAME = re.compile(r"[\w.-]+")
@@ -65,8 +66,8 @@ def _parse_strings(text: str, key: Key) -> object:
     Such a text is one string, or names with commas if the key has choices.
     """
     if text.lstrip().startswith("["):
-        with contextlib.suppress(ValueError, RecursionError):  # otherwise it stays a string
-            value: object = json.loads(text)
+        with contextlib.suppress(ValueError):  # otherwise it stays a string
+            value: object = parse_json(text)
             return value
         return text
     if key.choices:

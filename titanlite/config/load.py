@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,9 @@ from titanlite.config.mistakes import (
 )
 from titanlite.config.schema import Config, sections
 from titanlite.config.values import Mistake, convert, expected_type, parse
+from titanlite.runtime.documents import MOST_TOML, parse_toml
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 # Removed keys: the reason, and the values with which they had no effect. With these values they are
 # accepted, so that the config.toml of older runs can be read
@@ -212,9 +207,9 @@ def read_files(path: Path, problems: list[str], derived: tuple[Path, ...] = ()) 
         problems.append(f"{path}: `base` leads back to the file itself: {chain}")
         return []
     try:
-        text = read_bounded(path).decode("utf-8-sig")
-        table = tomllib.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
+        text = read_bounded(path, MOST_TOML).decode("utf-8-sig")
+        table = parse_toml(text)
+    except (OSError, ValueError) as error:
         # Not readable, not UTF-8, not TOML, or too long numbers or too deep nesting
         problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
         return []

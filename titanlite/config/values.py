@@ -7,13 +7,13 @@ line. Nothing is raised: a mistake is returned, so that all are reported togethe
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from titanlite.config.keys import Key
+from titanlite.runtime.documents import parse_json
 
 TYPE_NAMES = {
     int: "an integer",
@@ -122,9 +122,9 @@ def parse(text: str, key: Key) -> object:
         return text  # `lists.py` reads it
     if key.kind is str:
         return text.lower() if text.lower() in key.words else text
-    with contextlib.suppress(ValueError, RecursionError):  # `convert` then rejects the text
+    with contextlib.suppress(ValueError):  # `convert` then rejects the text
         if key.kind is int or key.kind is float:
             return int(text) if INTEGER.fullmatch(text) else float(text)
-        value: object = json.loads(text.lower())
+        value: object = parse_json(text.lower())
         return value
     return text

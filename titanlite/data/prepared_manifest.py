@@ -7,15 +7,14 @@ before the files are verified.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from titanlite.runtime.documents import read_json
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import read_bounded
 
 FORMAT = 2  # the version of prepared folders
 AGAIN = "delete the folder to prepare the data again"
@@ -36,7 +35,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / "manifest.json"
     try:
-        manifest: dict[str, Any] = json.loads(read_bounded(path, MANIFEST_BYTES))
+        manifest: dict[str, Any] = read_json(path, MANIFEST_BYTES)
         field = _invalid_field(manifest)
         if field:
             raise ConfigError(f"{path}: invalid {field}; {AGAIN}")
@@ -46,7 +45,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: {error.strerror}; expected the manifest of a prepared folder"
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(

@@ -24,8 +24,9 @@ import numpy as np
 
 from titanlite.data.prepared_manifest import AGAIN, MANIFEST_BYTES, read_manifest, token_dtype
 from titanlite.data.shards import START, Array
+from titanlite.runtime.documents import read_json
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import read_bounded, replace_file
+from titanlite.runtime.files import replace_file
 from titanlite.runtime.progress import progress_bar
 
 BLOCK = 1 << 22  # bytes, a multiple of every item's size
@@ -67,8 +68,8 @@ def unverified(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """
     versions = _versions_on_disk(folder, manifest)
     try:
-        verified = json.loads(read_bounded(folder / RECORD, MANIFEST_BYTES))
-    except (OSError, ValueError, RecursionError):  # not written yet, or damaged
+        verified = read_json(folder / RECORD, MANIFEST_BYTES)
+    except (OSError, ValueError):  # not written yet, or damaged
         verified = {}
     if not isinstance(verified, dict):
         verified = {}

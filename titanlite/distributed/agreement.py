@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.distributed.process_group import PATIENCE, host_group
+from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError, StorageError
 
 T = TypeVar("T")
@@ -173,8 +174,8 @@ def read_message(content: bytes) -> Any:
     address.
     """
     try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
+        return parse_json(content)
+    except ValueError as error:
         raise ConfigError(
             f"a message between ranks is not JSON ({error}); check that all ranks run the same "
             "titanlite, and that nothing else uses MASTER_PORT"

@@ -14,13 +14,14 @@ entered.
 
 from __future__ import annotations
 
-import json
 import math
 import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+
+from titanlite.runtime.documents import parse_json
 
 SILENT = 3.0  # seconds: a process without a heartbeat for longer may be frozen
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -161,12 +162,12 @@ def read_heartbeat(content: bytes) -> Heartbeat | None:
     not end the thread that watches for hangs.
     """
     try:
-        beat = Heartbeat(**json.loads(content))
+        beat = Heartbeat(**parse_json(content))
         beat = replace(
             beat, clock=float(beat.clock), limit=float(beat.limit), still=float(beat.still)
         )
         diagnosis = Diagnosis(**beat.diagnosis or {"message": "", "frozen": []})
-    except (ValueError, TypeError, OverflowError, RecursionError):
+    except (ValueError, TypeError, OverflowError):
         return None
     for name, value in vars(beat).items():
         if type(value) is not type(getattr(EXAMPLE, name)):

@@ -8,10 +8,10 @@ checkpoints and of other software's files need this.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 from titanlite.model.flavors import SCALINGS, LlamaConfig, with_one_window
+from titanlite.runtime.documents import parse_json
 from titanlite.runtime.typed_json import typed
 
 MOST_POSITIONS = 1 << 24  # per sequence; a longer RoPE table takes gigabytes
@@ -23,9 +23,9 @@ LARGEST = 1 << 24  # the largest allowed size of a dimension
 def from_json(text: str) -> LlamaConfig:
     """Reads what `LlamaConfig.to_json` wrote.
 
-    Raises ValueError or RecursionError for anything else.
+    Raises ValueError for anything else.
     """
-    return checked(typed(LlamaConfig, json.loads(text)))
+    return checked(typed(LlamaConfig, parse_json(text)))
 
 
 def sequence_length(value: object) -> int:

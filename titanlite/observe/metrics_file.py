@@ -6,11 +6,11 @@ What it costs: the files are read once, line by line, when the run starts in a f
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import replace_file
 
@@ -45,8 +45,8 @@ def truncate_after(path: Path, step: int) -> None:
     with path.open("r+b") as file:
         for line in iter(lambda: file.readline(LONGEST), b""):
             keep = False
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                keep = line.endswith(b"\n") and json.loads(line)["step"] <= step
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                keep = line.endswith(b"\n") and parse_json(line)["step"] <= step
             if not keep:
                 dropped = True
             elif dropped:
@@ -93,8 +93,8 @@ class RowReader:
                 self.position += len(line)
                 self._last = line
                 # Skip damaged lines
-                with contextlib.suppress(ValueError, RecursionError):
-                    row = json.loads(line)
+                with contextlib.suppress(ValueError):
+                    row = parse_json(line)
                     if isinstance(row, dict) and isinstance(row.get("step"), int):
                         rows.append(row)
         return rows

@@ -7,6 +7,8 @@ Imports no torch.
 
 from __future__ import annotations
 
+import re
+
 # Exit codes: wrong input; stopped by a signal after saving; ended because another rank did; ended
 # by the watchdog
 EXIT_CONFIG = 2
@@ -21,6 +23,11 @@ LISTENER = "TITANLITE_LISTENER"
 
 
 LONGEST = 2000  # characters shown of a problem
+# Control characters but tab and newline, what changes the direction or the line, and halves of
+# characters, which cannot be written
+CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def printable(text: str) -> str:
@@ -28,6 +35,14 @@ def printable(text: str) -> str:
     if text.isprintable():  # the common case, without a loop over characters
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def for_terminal(text: str) -> str:
+    """Escapes the characters of a text that could control a terminal.
+
+    Unlike `printable` it keeps tabs, newlines, and spaces and marks of any script.
+    """
+    return CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class ConfigError(ValueError):
@@ -55,8 +70,6 @@ def reason_of(error: Exception) -> str:
     text = str(error)[:200]
     if isinstance(error, KeyError):
         return f"it has no {text}"
-    if isinstance(error, RecursionError):
-        return "its values are nested too deeply"
     if isinstance(error, (TypeError, AttributeError)):
         return f"a value of another type than expected: {text}"
     return text

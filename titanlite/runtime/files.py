@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 # Errors of flock on file systems without locks: Lustre without its option flock, NFS without its
@@ -57,6 +59,31 @@ def replace_file(path: Path, content: bytes, shared: bool = False) -> None:
         sync_folder(path.parent)
     except OSError as error:
         error.filename = str(path)
+        raise
+
+
+def write_new_files(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Writes new files under a folder, which need not exist: all of them or none.
+
+    Raises OSError, which names the file that exists or could not be written.
+    """
+    paths = [folder / name for name in contents]
+    parents = dict.fromkeys(parent for path in paths for parent in path.parents)
+    absent = [parent for parent in parents if not parent.exists()]
+    written: list[Path] = []
+    try:
+        for path, content in zip(paths, contents.values(), strict=True):
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+            make_folder(path.parent)
+            replace_file(path, content)
+            written.append(path)
+    except OSError:
+        for path in written:
+            path.unlink(missing_ok=True)
+        for parent in sorted(absent, reverse=True):  # the inner ones first
+            with contextlib.suppress(OSError):
+                parent.rmdir()
         raise
 
 

@@ -161,7 +161,7 @@ def _of_json(path: Path, content: bytes) -> tuple[Encoding, HuggingFaceCodec | N
             return encoding_by_package(path, main, config)
         except ConfigError as error:
             raise ConfigError([*reason.problems, *error.problems]) from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise reason from None  # it is not a tokenizer.json
 
 

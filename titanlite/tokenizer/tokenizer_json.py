@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.byte_level import CHARACTERS, to_bytes, to_text
@@ -132,14 +133,14 @@ def parse(path: Path, content: bytes) -> tuple[Json, Json]:
     """
     main, _, config = content.partition(b"\0")
     try:
-        fields = dict(json.loads(config or b"{}"))
-    except (ValueError, TypeError, RecursionError) as error:
+        fields = dict(parse_json(config or b"{}"))
+    except (ValueError, TypeError) as error:
         raise ConfigError(
             f"{path.with_name(JSON_FILES[1])}: not a JSON object ({str(error)[:80]})"
         ) from None
     try:
-        return dict(json.loads(main)), fields
-    except (ValueError, TypeError, RecursionError) as error:
+        return dict(parse_json(main)), fields
+    except (ValueError, TypeError) as error:
         raise ConfigError(
             f"{path}: not a tokenizer.json as Hugging Face writes it ({reason_of(error)})"
         ) from None
@@ -151,7 +152,7 @@ def convert(path: Path, main: Json, config: Json, max_token: int) -> Encoding:
     """
     try:
         return _convert(main, config, max_token)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from None
         raise ConfigError(

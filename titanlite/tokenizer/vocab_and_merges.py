@@ -15,6 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.tokenizer_json import (
@@ -211,8 +212,8 @@ def _read_json(path: Path, optional: bool = False) -> Json:
     if optional and not path.exists():
         return {}
     try:
-        return dict(json.loads(_read(path)))
-    except (ValueError, TypeError, RecursionError) as error:
+        return dict(parse_json(_read(path)))
+    except (ValueError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: not a JSON object ({str(error)[:80]})") from None

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 from chats import CHATML, CONVERSATIONS, LOOPS, MARKED, NAMESPACE, SYSTEM
+from fuzz_samples import Reader, given
 from messages import refused
 
+from titanlite.runtime.documents import parse_json
+from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.chat import template
-from titanlite.tools.chat.template import PLAIN, ChatTemplate, TemplateError
+from titanlite.tools.chat.conversation import ChatEncoder, encode, messages_of
+from titanlite.tools.chat.find_template import read_template
+from titanlite.tools.chat.template import PLAIN, ChatTemplate, Message, TemplateError
 
 GENERATED = "{% set x %}{% generation %}a{% endgeneration %}{% endset %}"
 TEMPLATES = [CHATML, MARKED, SYSTEM, LOOPS, NAMESPACE, PLAIN]
@@ -29,7 +37,7 @@ def test_templates_are_rendered_as_transformers_does(number, prompt):
             bos_token="<s>",
             eos_token="</s>",
         )
-        ours = ChatTemplate(source, "<s>", "</s>")._ask(messages, prompt)
+        ours = ChatTemplate(source, "<s>", "</s>")._ask(messages, prompt, False)
         assert ours.text == theirs
         if "generation %" in source:
             assert ours.answers == [tuple(mark) for mark in marks[0]]
@@ -70,7 +78,7 @@ def test_where_the_answers_are_without_marks():
 def test_hostile_templates_are_refused(source, words):
     with refused(*words, error=TemplateError):
         ChatTemplate(source, "", "").render(CONVERSATIONS[0])
-    assert ChatTemplate("fine", "", "")._ask(CONVERSATIONS[0], False).text == "fine"
+    assert ChatTemplate("fine", "", "")._ask(CONVERSATIONS[0], False, False).text == "fine"
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -95,3 +103,80 @@ def test_a_child_that_does_not_answer_is_ended(monkeypatch):
     with refused("more than 5 s", error=TemplateError):
         ChatTemplate(ENDLESS, "", "").text(CONVERSATIONS[0])
     assert ChatTemplate("fine", "", "").text(CONVERSATIONS[0]) == "fine"
+
+
+LOOP = "{% for i in range(999) %}{% for j in range(999) %}x{% endfor %}{% endfor %}"
+SPEECH = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+
+
+def test_output_is_bounded_by_the_length_of_the_conversation():
+    most = template.LONGEST + template.LONGEST_EACH * len("userhello")
+    conversation = [{"role": "user", "content": "hello"}]
+    at_most = ChatTemplate(f"{{{{ 'x' * {most} }}}}", "", "").text(conversation)
+    assert len(at_most) == most
+    for source in (f"{{{{ 'x' * {most + 1} }}}}", "{{ 'x' * 60000000 }}", LOOP):
+        started = time.process_time()
+        with refused(f"more than {most} characters", error=TemplateError):
+            ChatTemplate(source, "", "").text(conversation)
+        assert time.process_time() - started < 1, "of this process"
+    long = [{"role": "user", "content": "x" * 1_000_000}]
+    assert len(ChatTemplate(SPEECH, "", "").text(long)) == 1_000_002
+
+
+@pytest.mark.slow
+def test_a_conversation_without_marks_has_one_limit_of_time(monkeypatch):
+    """Not one for each of its answers. The places are those of the texts themselves."""
+    turns = [
+        {"role": role, "content": f"{role} {i}"}
+        for i in range(150)
+        for role in ("user", "assistant")
+    ]
+    rendered = ChatTemplate(SPEECH, "", "").render(turns)
+    answers = [rendered.text[begin:end] for begin, end in rendered.answers]
+    assert answers == [f"[assistant {i}]" for i in range(150)]
+    monkeypatch.setattr(template, "SECONDS", 1)
+    started = time.monotonic()
+    with refused("takes more than 1 s", error=TemplateError):
+        ChatTemplate(SPEECH, "", "").render(turns * 30)
+    assert time.monotonic() - started < 10
+    assert ChatTemplate("fine", "", "").text(turns) == "fine"
+
+
+def test_a_reason_is_printable():
+    source = "{{ raise_exception('\x1b[2J\u202e\u2028 no') }}"
+    with refused("\\x1b[2J", error=TemplateError) as _:
+        ChatTemplate(source, "", "").text(CONVERSATIONS[0])
+
+
+CONVERSATION = json.dumps(CONVERSATIONS[1]).encode()
+SOURCES = [source.encode() for source in (CHATML, MARKED, SYSTEM, PLAIN)]
+
+
+def use(source: str, messages: list[Message]) -> None:
+    """What `prepare --chat` and `chat` do with a template and a conversation."""
+    tokenizer = Tokenizer()
+    encoder = ChatEncoder(ChatTemplate(source, "<s>", "</s>"), list(tokenizer.special))
+    for prompt in (False, True):
+        encode(encoder.pieces(messages, prompt), tokenizer)
+
+
+def read_template_of_others(folder: Path, data: bytes) -> None:
+    (folder / "a.jinja").write_bytes(data)
+    source = read_template(folder / "a.jinja")
+    try:
+        use(source, CONVERSATIONS[1])
+    except ValueError as error:  # a bad row
+        raise ConfigError(str(error)) from None
+
+
+def read_conversation(folder: Path, data: bytes) -> None:
+    try:
+        use(CHATML, messages_of(parse_json(data)))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+FUZZED = {
+    "chat template": Reader("text", given(*SOURCES), read_template_of_others),
+    "conversation": Reader("text", given(CONVERSATION), read_conversation),
+}

@@ -10,6 +10,7 @@ from model_builder import EXPORTED, make_file
 from runs import train_run
 
 from titanlite.model.flavors import RopeScaling
+from titanlite.tokenizer.tokenizer import BUNDLED, Tokenizer
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats import load_weights
 
@@ -43,6 +44,19 @@ def test_generate_from_a_run(pool, arguments, tmp_path, capsys):
     assert (
         main(["generate", str(tmp_path / "debug/checkpoints/step-3"), "--max-new-tokens", "1"]) == 0
     )
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_what_a_model_writes_does_not_control_the_terminal(command, tmp_path, capsys, monkeypatch):
+    written = "\x1b[2J\x9b1A\ta\r\n日\u202e"
+    make_file(tmp_path / "x.pt", EXPORTED["untied"])
+    tokens = Tokenizer().encode(written)
+    module = "titanlite.model.generate" if command == "generate" else "titanlite.tools.chat.session"
+    monkeypatch.setattr(f"{module}.generate", lambda *arguments, **options: iter(tokens))
+    options = [f"--tokenizer={BUNDLED}", "--prompt=a", "--device=cpu", "--max-new-tokens=9"]
+    assert main([command, str(tmp_path / "x.pt"), *options]) == 0
+    shown = capsys.readouterr().out
+    assert shown.endswith("\\x1b[2J\\x9b1A\ta\\r\n日\\u202e\n")
 
 
 def test_bad_options_of_generate(capsys):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from foreign_configs import DEEPSPEED, GPT3, MEGATRON
 from messages import assert_mentions
 
 from titanlite.config.load import load_config
+from titanlite.runtime import files
 from titanlite.tools.cli.main import main
 
 
@@ -55,3 +58,19 @@ def test_what_cannot_be_expressed_makes_no_file(tmp_path, capsys):
 def test_wrong_arguments(arguments, parts, capsys):
     assert main(["import-config", *arguments]) == 2
     assert_mentions(capsys.readouterr().err, *parts)
+
+
+def test_a_full_disk_leaves_no_file(tmp_path, capsys, monkeypatch):
+    (tmp_path / "ds.json").write_text(DEEPSPEED)
+    command = ["import-config", str(tmp_path / "ds.json"), "--out", str(tmp_path / "ours.toml")]
+
+    def write_synced(path: Path, content: bytes) -> None:
+        path.write_bytes(content[:10])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_synced", write_synced)
+        assert main([*command, "--processes", "4"]) == 2
+    assert_mentions(capsys.readouterr().err, "ours.toml", "No space left")
+    assert [path.name for path in tmp_path.iterdir()] == ["ds.json"]
+    assert main([*command, "--processes", "4"]) == 0

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from messages import refused, run_refused
+from model_builder import EXPORTED, make_file
 from runs import curve, train_run
 
+from titanlite.config.load import load_config
 from titanlite.config.schema import ModelConfig
 from titanlite.model.flavors import FLAVORS, RopeScaling, resolve_flavor
 from titanlite.tokenizer.tokenizer import Tokenizer
-from titanlite.tools.formats.adopt import keys_of
+from titanlite.tools.formats.adopt import adopt_checkpoint, keys_of
+from titanlite.tools.formats.convert import Options, convert
 
 
 @pytest.mark.parametrize("flavor", [name for name in FLAVORS if FLAVORS[name].vocab_size])
@@ -55,8 +59,6 @@ def run_adopted(arguments: list[str]) -> int:
 def test_a_run_adopts_model_and_tokenizer(pool, whole_run, arguments, tmp_path):
     """And resumes by its own config.toml."""
     base = tmp_path / "base"
-    from titanlite.tools.formats.convert import Options, convert
-
     convert(whole_run(), base, Options(to="hf"))
     own = [word for word in arguments if not word.startswith("--model.")]
     run = [*own, "--model.flavor=from_checkpoint", f"--checkpoint.initial_load={base}"]
@@ -74,3 +76,21 @@ def test_a_run_adopts_model_and_tokenizer(pool, whole_run, arguments, tmp_path):
         pool.run(1, run_adopted, [*run, "--run.name=other", "--model.num_layers=3"])
     with run_refused("from_checkpoint", "checkpoint.initial_load"):
         pool.run(1, run_adopted, [*own, "--model.flavor=from_checkpoint", "--run.name=none"])
+
+
+def test_weights_of_another_shape_are_refused_before_a_model_is_built(tmp_path):
+    """config.json says 2^23 ids: the embedding alone would have 8 GB."""
+    make_file(tmp_path / "x.pt", EXPORTED["untied"])
+    convert(tmp_path / "x.pt", tmp_path / "hf", Options(to="hf"), log=lambda text: None)
+    path = tmp_path / "hf/config.json"
+    fields = json.loads(path.read_text())
+    rows = fields["vocab_size"]
+    command = ["--model.flavor=from_checkpoint"]
+    command += [f"--checkpoint.initial_load={tmp_path / 'hf'}"]
+    for change, words in (
+        ({"vocab_size": 1 << 23}, ["'tok_embeddings.weight' is", str(rows), str(1 << 23)]),
+        ({"num_hidden_layers": 10_000}, ["describes 10000 layers, and holds fewer"]),
+    ):
+        path.write_text(json.dumps(fields | change))
+        with refused(*words):
+            adopt_checkpoint(load_config(command))

@@ -9,6 +9,7 @@ import math
 import struct
 import textwrap
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 from foreign_tokenizers import in_gguf, sentencepiece
+from fuzz_samples import LLAMA as SMALL
+from fuzz_samples import Reader, read_file
 from messages import refused
 from model_builder import EXPORTED, make_file
 from transformers_models import TOKENS, make
@@ -23,7 +26,7 @@ from transformers_models import TOKENS, make
 from titanlite.model.flavors import FLAVORS, RopeScaling
 from titanlite.model.generate import generate
 from titanlite.tools.cli.main import main
-from titanlite.tools.formats import huggingface
+from titanlite.tools.formats import gguf_reader, huggingface
 from titanlite.tools.formats.convert import Options, convert, load_full_state
 from titanlite.tools.formats.gguf_file import BLOCK
 from titanlite.tools.formats.huggingface import LAYER
@@ -297,12 +300,46 @@ HOSTILE = {
     "a large tensor": START + q(1) + q(1) + LLAMA + text(b"t") + u(2) + q(2**40) * 2 + u(0) + q(0),
     "dimensions": START + q(1) + q(0) + text(b"t") + u(2**31) + bytes(100),
     "alignment": START + q(0) + q(1) + text(b"general.alignment") + u(4) + u(0) + bytes(64),
+    "no dimensions": START + q(1) + q(0) + text(b"token_embd.weight") + u(0) * 2 + q(0) + bytes(64),
+    "many tensors": START + q(2**32) + q(0) + bytes(64),
+    "many texts": START + q(0) + q(1) + text(b"a") + u(9) + u(8) + q(2**21) + bytes(2**24),
+    "many bytes": START + q(0) + q(1) + text(b"a") + u(9) + u(0) + q(2**27) + bytes(64),
     "a type": START + q(1) + q(0) + text(b"t") + u(1) + q(32) + u(999) + q(0) + bytes(64),
     "a version": b"GGUF" + u(77) + bytes(64),
     "big-endian": b"GGUF" + struct.pack(">I", 3) + bytes(64),
     "nothing": b"GGUF",
     "no model": START + q(0) + q(1) + LLAMA,
 }
+
+
+@pytest.mark.parametrize(
+    ("width", "numbers", "words"),
+    [
+        (2**31, 4, "head_dim = 2147483648"),
+        (2**23, 4, "has 4 numbers; expected 4194304, half the width of a head"),
+        (16, 2**13, "rope_freqs.weight of shape (8192,)"),
+    ],
+)
+def test_frequencies_are_compared_before_they_are_computed(
+    tmp_path, monkeypatch, width, numbers, words
+):
+    """Those of heads that are 8 million wide take gigabytes, whatever the file has."""
+    monkeypatch.setattr(gguf_reader, "frequency_factors", lambda config: pytest.fail("computed"))
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_block_count(1)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_key_length(width)
+    writer.add_tensor("token_embd.weight", np.zeros((100, 64), np.float32))
+    writer.add_tensor("rope_freqs.weight", np.ones(numbers, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with refused("a.gguf", words):
+        load_full_state(tmp_path / "a.gguf")
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
@@ -386,3 +423,47 @@ def test_the_perplexity_of_a_released_model(tmp_path, capsys):
         print(f"\nperplexity {found['perplexity']:.6f}, by transformers {expected:.6f}")
     assert found["tokens"] > 1500
     assert found["perplexity"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_numbers_of_an_array_take_their_bytes(tmp_path):
+    """A list would take eight bytes or more for each."""
+    count = 1 << 22
+    field = text(b"a") + u(9) + u(0) + q(count) + bytes(count)
+    (tmp_path / "a.gguf").write_bytes(START + q(0) + q(1) + field)
+    tracemalloc.start()
+    values = gguf_reader.read_header(tmp_path / "a.gguf").fields["a"]
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert values.tolist() == [0] * count
+    assert most < 3 * count
+
+
+def gguf_files(folder: Path) -> list[bytes]:
+    """The headers of a file of ours and of one with a tokenizer of SentencePiece; `data` is what
+    follows them.
+    """
+    own = folder / "own.gguf"
+    scaled = dataclasses.replace(SMALL, rope_scaling=RopeScaling(8.0))
+    make_file(folder / "x.pt", scaled)
+    convert(folder / "x.pt", own, Options(verify=False), log=quiet)
+    other = folder / "other.gguf"
+    encoder = sentencepiece(num_tokens=300)
+    model = make({**MODELS["qwen2"], "vocab_size": encoder.get_vocab_size()})
+    write(other, model, "Q8_0", **in_gguf(encoder))
+    headers = []
+    data = b""
+    for path in (own, other):
+        begin = min(int(tensor.data_offset) for tensor in gguf.GGUFReader(path).tensors)
+        content = path.read_bytes()
+        headers.append(content[:begin])
+        data += content[begin + len(data) :]
+        path.unlink()
+    (folder / "data").write_bytes(data)
+    return headers
+
+
+def read_gguf(folder: Path, data: bytes) -> None:
+    read_file("x.gguf", folder, data + (folder / "data").read_bytes())
+
+
+FUZZED = {"GGUF": Reader("bytes", gguf_files, read_gguf)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +263,29 @@ def test_user_defined_tokens_are_found_before_anything_is_merged(tmp_path):
     assert ours.encode("aqwqb").count(last) == 1
     assert last not in ours.encode("a qw q b")
     assert last not in ours.special.values()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 5000])
+def test_many_repetitions_are_compared_in_linear_time(groups):
+    """20,000 doubled characters: of one score, or of one for each four."""
+    characters = [chr(0x4E00 + i) for i in range(20_000)]
+    scores = dict.fromkeys(characters, 0.0)
+    doubled = {2 * character: -1.0 - i % groups for i, character in enumerate(characters)}
+    started = time.process_time()
+    merges = merges_of(scores | doubled)
+    assert time.process_time() - started < 8
+    assert sorted(merges) == [(character, character) for character in characters]
+
+
+@pytest.mark.slow
+def test_long_repetitions_of_many_characters_are_refused_at_once():
+    scores = {}
+    for i in range(2000):
+        character = chr(0x4E00 + i)
+        scores[character] = 0.0
+        scores |= {character * length: -1.0 for length in (2, 4, 8, 16, 32)}
+    started = time.process_time()
+    with refused("repetitions of characters are too many"):
+        merges_of(scores)
+    assert time.process_time() - started < 15

@@ -78,6 +78,7 @@ def test_digits_are_single_in_smollm():
         ("tokenizer.ggml.model", "t5", "'t5'"),
         ("tokenizer.ggml.model", "llama", "it has no 'tokenizer.ggml.scores'"),
         ("tokenizer.ggml.pre", "other", "'other'"),
+        ("tokenizer.ggml.pre", ["gpt-2"], "['gpt-2']"),
         ("tokenizer.ggml.merges", ["a"], "is not used"),
         ("tokenizer.ggml.token_type", [1], "is not used"),
         ("tokenizer.ggml.eos_token_id", 10**9, "is not used"),

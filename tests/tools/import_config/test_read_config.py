@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import time
 
 import pytest
 from messages import refused
 
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.import_config import read_config
 from titanlite.tools.import_config.read_config import flatten, is_small, read_arguments, read_table
 
 
@@ -69,6 +73,16 @@ def test_arguments_are_read_and_nothing_is_run(text, expected):
         ("a.json", b'{"a":' * 20 + b"1" + b"}" * 20, ["tables within each other"]),
         ("a.json", b'{"a": [' + b"1," * 50_000 + b"1]}", ["more than 50000"]),
         ("a.yaml", b"a: " + b"x" * 70_000, ["70003 letters of YAML; expected at most 65536"]),
+        ("a.toml", b"a = 0x" + b"f" * 6000, ["not TOML", "more than 64 bits"]),
+        ("a.toml", b"a." * 30_000 + b"a = 1", ["not TOML", "a key of more than 64 parts"]),
+        ("a.yaml", b"a: 0x" + b"f" * 6000, ["not YAML", "more than 64 bits"]),
+        ("a.yaml", b"a: 0b" + b"1" * 6000, ["not YAML", "more than 64 bits"]),
+        ("a.yaml", b"a: 0" + b"7" * 6000, ["not YAML", "more than 64 bits"]),
+        ("a.yaml", b"a: " + b"59:" * 20_000 + b"59", ["not YAML", "more than 64 bits"]),
+        ("a.yaml", b"a: " + b"9" * 30, ["not YAML", "more than 64 bits"]),
+        ("a.yaml", b"- " * 30_000, ["not YAML"]),
+        ("a.json", b"[" * 100_000, ["not JSON", "nested"]),
+        ("a.sh", b"--a " + b"x" * 300_000, ["300004 letters of arguments", "262144"]),
         ("a.sh", b"x --lr 1 \\\n --lr 2", ["not arguments", "--lr has two values, 1 and 2"]),
         ("a.sh", b"x.py --lr 1 \\\n $MORE --bf16", ["not arguments: $MORE: arguments that the file"]),
         ("a.sh", b"A='--lr 1'\nx.py $A \"$@\"", ['"$@": arguments that the file does not have']),
@@ -100,3 +114,37 @@ def test_a_file_that_is_not_there_and_yaml_without_its_package(tmp_path, monkeyp
 def test_elements_of_lists_and_tables_count():
     assert is_small([1, {"a": [2]}, (3,)])
     assert not is_small({"a": [0] * 50_000})
+
+
+SLOW = {
+    "lines after an argument": b"--a 1" + b"\n" * 65_000,
+    "lines without arguments": b"\n" * 4_000_000,
+    "spaces after a variable": (b"A=1" + b" " * 900) * 70,
+    "unclosed variables": b"--a " + b"${a:-" * 20_000,
+    "exports": b"--a 1\n" + b"export " * 35_000,
+    "open tables": b"[" * 65_000,
+    "a long word": b"--a " + b"x" * 250_000,
+    "conditions": b"--a 1\n" + b"if\nfi\nA=1\n" * 24_000,
+    "names of one object": b"{" + b"".join(b'"%d":1,' % i for i in range(200_000)) + b'"199999":1}',
+    "quotes": b"--a " + b"'\"" * 120_000,
+}
+
+
+@pytest.mark.parametrize("content", SLOW.values(), ids=SLOW)
+def test_no_file_takes_more_than_seconds(content, tmp_path):
+    """Whatever is read or refused: a regular expression begins once at each character."""
+    (tmp_path / "a").write_bytes(content)
+    started = time.process_time()
+    with contextlib.suppress(ConfigError):
+        read_table(tmp_path / "a")
+    assert time.process_time() - started < 4
+
+
+def test_merged_tables_of_yaml_have_a_limit(tmp_path, monkeypatch):
+    pytest.importorskip("yaml")
+    monkeypatch.setattr(read_config, "MOST", 5)
+    (tmp_path / "a.yaml").write_text(
+        "a: &a {b: 1, c: 2, d: 3}\ne:\n  <<: *a\n  f: 4\n  g: 5\n  h: 6\n"
+    )
+    with refused("a.yaml", "a table of more than 5 keys"):
+        read_table(tmp_path / "a.yaml")

@@ -123,3 +123,31 @@ def test_without_the_repository_there_is_one_clear_error(monkeypatch, tmp_path):
     monkeypatch.setattr(exercise, "COURSE", tmp_path / "learn")
     with pytest.raises(ConfigError, match="the course is in the repository"):
         exercise.course()
+
+
+COPIED = """
+import torch
+
+def train():
+    torch.ones(1000) + 1
+    return {losses}
+"""
+
+
+@pytest.mark.parametrize(("operation", "words"), [(True, "does not train"), (False, "no tensor")])
+def test_the_published_losses_alone_pass_no_lesson(pool, tmp_path, operation, words):
+    lesson = PROGRAMS[0]
+    lay_out(lesson, tmp_path / "copied")
+    program = COPIED.format(losses=expected_losses()[0])
+    if not operation:
+        program = program.replace("    torch.ones(1000) + 1\n", "")
+    (tmp_path / "copied/1_loop.py").write_text(program)
+    grade = check_program(lesson, tmp_path / "copied", pool, 60)
+    assert not grade.passed
+    assert any(line.startswith("WRONG") and words in line for line in grade.lines), grade.lines
+    assert "Traceback" not in "".join(grade.lines)
+
+
+def test_what_a_learner_s_exception_says_is_printable(tmp_path):
+    error = f'rank 0:\n  File "{tmp_path}/x.py", line 1\nValueError: \x1b[2J\x9b1A\tx'
+    assert failure_lines(error, tmp_path, 1)[-1].strip() == "ValueError: \\x1b[2J\\x9b1A\tx"

@@ -1,7 +1,11 @@
 """The gap of an exercise."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+from messages import refused
+
+from titanlite.runtime import files
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.learn.exercise import OPEN, find_lesson, lay_out, lesson_of, with_gap
 
@@ -59,3 +63,20 @@ def test_a_folder_knows_its_lesson_and_is_not_overwritten(tmp_path):
 def test_an_unknown_lesson_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="did you mean pipeline"):
         find_lesson("pipelin")
+
+
+def test_a_full_disk_leaves_nothing_and_names_the_file(tmp_path, monkeypatch):
+    lesson = find_lesson("1")
+    written: list[Path] = []
+
+    def write_synced(path: Path, content: bytes) -> None:
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+        written.append(path)
+        path.write_bytes(content)
+
+    with monkeypatch.context() as patch, refused(str(tmp_path / "a/common.py"), "No space left"):
+        patch.setattr(files, "write_synced", write_synced)
+        lay_out(lesson, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    lay_out(lesson, tmp_path / "a")

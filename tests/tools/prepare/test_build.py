@@ -227,6 +227,26 @@ def test_another_job_in_the_same_folder_is_refused(tmp_path, source, monkeypatch
         run(source, tmp_path / "done", "--drop-duplicates")
 
 
+def test_a_corrected_command_may_follow_one_that_was_refused(tmp_path):
+    """And the same command with another limit uses the parts that are there."""
+    rows = [json.dumps({"text": text}) for text in sentences(29, 3)]
+    rows[:0] = [json.dumps({"text": "both", "content": "both"})]
+    rows += [json.dumps({"content": text}) for text in sentences(10, 4)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    for wrong in (["--field", "content"], ["--drop-duplicates"]):
+        with refused("of 40 documents cannot be read"):
+            run(tmp_path / "a.jsonl", tmp_path / "out", *wrong)
+    with mock.patch.object(workers, "run_part", interrupt):  # none is made again
+        options = ["--drop-duplicates", "--max-bad-rows", "10"]
+        run(tmp_path / "a.jsonl", tmp_path / "out", "--workers", "1", *options)
+    assert len(documents_of(tmp_path / "out")) == 30
+    # An attempt that was interrupted, not refused, is not thrown away
+    with mock.patch.object(build_module, "finish", interrupt), pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "a.jsonl", tmp_path / "b", "--workers", "1")
+    with refused("was begun differently"):
+        run(tmp_path / "a.jsonl", tmp_path / "b", "--field", "content")
+
+
 @pytest.mark.parametrize("options", [[], ["--drop-duplicates"]])
 def test_a_file_that_changes_meanwhile_is_named(tmp_path, source, monkeypatch, options):
     """Two rows change places, so that neither their number nor the size of the file differs."""

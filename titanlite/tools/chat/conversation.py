@@ -7,13 +7,13 @@ of its characters is the assistant's.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from titanlite.runtime.documents import parse_json
 from titanlite.tokenizer.nfc import nfc
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tokenizer.tokenizer_json import JSON_FILES
@@ -135,7 +135,7 @@ def control_tokens(tokenizer: Tokenizer) -> list[str]:
     main = tokenizer.files.get(JSON_FILES[0])
     if main is None:
         return list(tokenizer.special)
-    return [entry["content"] for entry in json.loads(main)["added_tokens"] if entry["special"]]
+    return [entry["content"] for entry in parse_json(main)["added_tokens"] if entry["special"]]
 
 
 def _any_of(names: Sequence[str]) -> re.Pattern[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.tokenizer_json import JSON_FILES, TEMPLATE_FILE
@@ -40,7 +40,7 @@ def find_template(tokenizer: Path) -> str:
     if not path.is_file():
         return ""
     try:
-        template = json.loads(_read(path)).get("chat_template") or ""
+        template = parse_json(_read(path)).get("chat_template") or ""
         if isinstance(template, list):  # several, by name
             template = {entry["name"]: entry["template"] for entry in template}["default"]
         if not isinstance(template, str):

@@ -5,9 +5,11 @@ of tokenizer_config.json). It is rendered as transformers does, with what the as
 by `{% generation %}` blocks if the template has them, otherwise each answer is what the text gains
 by it.
 Why in a child process: a template is third-party code. Jinja's sandbox denies it attributes of
-Python, and the child has limits of CPU time and memory: an endless loop or a string of gigabytes
-ends in an error. The child starts with this file as its program.
-What it costs: 0.1 s for the process, and a tenth of a millisecond for a conversation.
+Python, and the child has limits of CPU time, memory and output: an endless loop or a string of
+gigabytes ends in an error. The child starts with this file as its program.
+What it costs: 0.1 s for the process, and a tenth of a millisecond for a conversation; without
+`{% generation %}` twice as much again for each answer, so that the time grows with the square of
+their number: 5 s are enough for about 1,500.
 Reference: transformers 5, `utils/chat_template_utils.py`
 """
 
@@ -28,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-SECONDS = 5  # of CPU time, for a text
+SECONDS = 5  # of CPU time, for a conversation
 MARGIN = 1  # second more, where Python cannot interrupt an operation
 WAIT = 12  # times as long on the clock, where the machine is busy
 MEMORY = 1 << 29  # bytes, beside those of Python
@@ -36,7 +38,9 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Noncharacters around the text of a generation block, until its place is known
 MARK_BEGIN = "\ufdd1"
 MARK_END = "\ufdd3"
-LONGEST = 1 << 26  # characters of a rendered conversation
+# Characters of a rendered conversation: so many, and so many for each character of its messages
+LONGEST = 1 << 17
+LONGEST_EACH = 16
 
 # For models without a template
 PLAIN = """\
@@ -86,38 +90,26 @@ class ChatTemplate:
 
         Raises TemplateError.
         """
-        rendered = self._ask(messages, prompt)
-        if self.marks_answers or prompt:
-            return rendered
-        return Rendered(rendered.text, self._by_prefixes(messages, rendered.text))
+        return self._ask(messages, prompt, not self.marks_answers and not prompt)
 
     def text(self, messages: Sequence[Message]) -> str:
         """Renders a conversation without looking for its answers. Raises TemplateError."""
-        return self._ask(messages, False).text
+        return self._ask(messages, False, False).text
 
-    def _by_prefixes(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
-        """Finds the places of the answers in the text of a template without marks."""
-        answers = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._ask(messages[:i], True)
-            after = self._ask(messages[: i + 1], False)
-            grows = text.startswith(after.text) and after.text.startswith(before.text)
-            if not grows:
-                raise TemplateError(
-                    f"its text up to message {i + 1} is not how the whole begins, and it has no "
-                    "{% generation %}: where the answer is cannot be known"
-                )
-            answers.append((len(before.text), len(after.text)))
-        return answers
-
-    def _ask(self, messages: Sequence[Message], prompt: bool) -> Rendered:
-        """Asks the child for the text and the answers that the template marks."""
-        variables: dict[str, Any] = dict(self.variables)
-        variables["messages"] = [dict(message) for message in messages]
-        variables["add_generation_prompt"] = prompt
-        request = {"source": self.source, "variables": variables, "seconds": SECONDS}
+    def _ask(self, messages: Sequence[Message], prompt: bool, by_prefixes: bool) -> Rendered:
+        """Asks the child for the text and its answers: those that the template marks, or what the
+        text gains by each.
+        """
+        size = sum(len(text) for message in messages for text in message.values())
+        request = {
+            "source": self.source,
+            "variables": self.variables,
+            "messages": [dict(message) for message in messages],
+            "prompt": prompt,
+            "by_prefixes": by_prefixes,
+            "seconds": SECONDS,
+            "longest": LONGEST + LONGEST_EACH * size,
+        }
         answer = _ask(request)
         answers = [(begin, end) for begin, end in answer["answers"]]
         return Rendered(answer["text"], answers)
@@ -141,7 +133,8 @@ class _Child:
             process.stdin.flush()
             # The child ends itself sooner, but for an operation that Python cannot interrupt
             if select.select([process.stdout], [], [], WAIT * SECONDS)[0]:
-                line = process.stdout.readline()
+                # A character has up to 12 bytes in JSON, and an answer up to 30
+                line = process.stdout.readline(50 * request["longest"])
         if not line.endswith(b"\n"):
             self.stop()
             raise TemplateError(f"rendering it takes more than {SECONDS} s, or too much memory")
@@ -228,10 +221,15 @@ def _answer(render: Any, request: dict[str, Any]) -> dict[str, Any]:
         return {"error": "it calls itself too often"}
     except Exception as error:  # whatever it is, the template or its conversation is the cause
         text = str(error).strip() or type(error).__name__
-        return {"error": text.splitlines()[0][:300]}
+        return {"error": _printable(text.splitlines()[0][:300])}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def _printable(text: str) -> str:
+    """`titanlite.runtime.errors.printable`, which the child cannot import."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _too_long(number: int, frame: object) -> None:
@@ -292,15 +290,47 @@ def renderer() -> Any:
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     compiled: dict[str, Any] = {}
 
+    def write(request: dict[str, Any], messages: list[Any], prompt: bool) -> str:
+        """The text of a template, with marks around its generation blocks."""
+        variables = request["variables"] | {"messages": messages, "add_generation_prompt": prompt}
+        spans.clear()
+        parts = []
+        left = request["longest"]
+        for part in compiled[request["source"]].generate(**variables):
+            parts.append(part)
+            left -= len(part)
+            if left < 0:
+                raise jinja2.exceptions.TemplateError(
+                    f"it makes a text of more than {request['longest']} characters; allowed: "
+                    f"{LONGEST}, and {LONGEST_EACH} for each character of the messages"
+                )
+        return "".join(parts)
+
+    def by_prefixes(request: dict[str, Any], text: str) -> list[tuple[int, int]]:
+        """The places of the answers in the text of a template without marks."""
+        answers = []
+        messages = request["messages"]
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = write(request, messages[:i], True)
+            after = write(request, messages[: i + 1], False)
+            if not (text.startswith(after) and after.startswith(before)):
+                raise jinja2.exceptions.TemplateError(
+                    f"its text up to message {i + 1} is not how the whole begins, and it has no "
+                    "{% generation %}: where the answer is cannot be known"
+                )
+            answers.append((len(before), len(after)))
+        return answers
+
     def render(request: dict[str, Any]) -> dict[str, Any]:
         source = request["source"]
         if source not in compiled:
             compiled.clear()
             compiled[source] = environment.from_string(source)
-        spans.clear()
-        text = compiled[source].render(**request["variables"])
-        if len(text) > LONGEST:
-            return {"error": f"it makes a text of {len(text)} characters; at most {LONGEST}"}
+        text = write(request, request["messages"], request["prompt"])
+        if request["by_prefixes"]:
+            return {"text": text, "answers": by_prefixes(request, text)}
         answers = []
         for mark in spans:
             before, found, rest = text.partition(mark)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, for_terminal
 from titanlite.tools.cli.options import (
     StrictParser,
     add_checkpoint_options,
@@ -81,7 +81,7 @@ def _talk(session: ChatSession, prompt: str) -> None:
             continue
         try:
             for part in session.answer(text):
-                print(part, end="", flush=True)
+                print(for_terminal(part), end="", flush=True)
         except (ConfigError, TemplateError) as error:
             problem = str(error)
             if isinstance(error, TemplateError):

@@ -18,6 +18,7 @@ from pathlib import Path
 from titanlite.config.load import flavors, program_folder
 from titanlite.runtime import interpreter
 from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import write_new_files
 
 NEXT = """copied train.py and {count} configs to {folder}. To train with them:
   cd {quoted}
@@ -44,12 +45,11 @@ def run(argv: list[str]) -> int:
             listed += f" (and {len(existing) - 1} more)"
         raise ConfigError(f"{listed} exists already; delete it first or name another folder")
     try:
-        (folder / "train_configs").mkdir(parents=True, exist_ok=True)
-        for name in names:
-            shutil.copyfile(program_folder() / name, folder / name)
+        contents = {str(name): (program_folder() / name).read_bytes() for name in names}
+        write_new_files(folder, contents)
     except OSError as error:
         raise ConfigError(
-            f"{folder}: {error.strerror or error}; expected a folder to write to"
+            f"{error.filename or folder}: {error.strerror or error}; expected a folder to write to"
         ) from None
     quoted = shlex.quote(str(folder))
     num_configs = len(names) - 1

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, for_terminal
 from titanlite.runtime.progress import progress_bar
 from titanlite.tools.cli.options import (
     StrictParser,
@@ -85,7 +85,7 @@ def _continue_one(options: argparse.Namespace, full: FullState, device: torch.de
             seed=options.seed,
         )
         for text in text_stream(tokens, tokenizer, prompt):
-            print(text, end="", flush=True)
+            print(for_terminal(text), end="", flush=True)
         print()
     shared.follow()
 

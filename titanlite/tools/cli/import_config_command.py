@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from titanlite.runtime.errors import ConfigError, printable
+from titanlite.runtime.files import write_new_files
 from titanlite.tools.cli.options import StrictParser, at_least
 from titanlite.tools.import_config.draft import Draft
 from titanlite.tools.import_config.importer import NAMES, import_config
@@ -51,8 +52,7 @@ def run(argv: list[str]) -> int:
 
 def _write(path: Path, text: str) -> None:
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        write_new_files(path.absolute().parent, {path.name: text.encode()})
     except OSError as error:
         raise ConfigError(
             f"--out {path}: {error.strerror or error}; expected a new file to write"

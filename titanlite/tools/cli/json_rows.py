@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 
@@ -75,10 +76,10 @@ def raise_problems(problems: list[str]) -> None:
 def json_object(text: str) -> dict[str, Any]:
     """Parses a JSON object. Raises ValueError for anything else."""
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg}, at character {error.pos + 1}") from None
-    except (ValueError, RecursionError) as error:  # also for huge numbers and deep nesting
+    except ValueError as error:  # also for huge numbers and deep nesting
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, found {type(value).__name__}")

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from titanlite.runtime.errors import ConfigError, printable
+from titanlite.runtime.errors import ConfigError, for_terminal, printable
 from titanlite.tools.cli.options import at_least
 
 UNLIMITED = 1 << 40  # stands for no limit in a format that must have one
@@ -190,7 +190,11 @@ def _decode(options: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{word[:40]!r}: expected ids, integers from 0 to {tokenizer.size - 1}"
             )
-    print(tokenizer.decode(map(int, words)), end="\n" if sys.stdout.isatty() else "")
+    text = tokenizer.decode(map(int, words))
+    if sys.stdout.isatty():
+        print(for_terminal(text))
+    else:  # a file or a program gets every character as it is
+        print(text, end="")
     return 0
 
 

@@ -18,6 +18,7 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer_json import TOKENIZER_FILES
 from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.fingerprint import fingerprint
+from titanlite.tools.formats.same_model import require_own_tensors
 
 
 def adopt_checkpoint(config: Config) -> Config:
@@ -34,6 +35,7 @@ def adopt_checkpoint(config: Config) -> Config:
             "checkpoint.initial_load"
         )
     full = open_full_state(Path(config.checkpoint.initial_load))
+    require_own_tensors(full)
     model = config.model
     for name, value in keys_of(full.model, full.path).items():
         if getattr(model, name) is None:  # not set by the user

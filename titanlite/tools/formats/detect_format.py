@@ -179,7 +179,7 @@ def read_model(model: str, state: FullState) -> LlamaConfig:
         return dataclasses.replace(FLAVORS[model], vocab_size=embedding.shape[0])
     try:
         return from_json(read_bounded(Path(model)).decode())
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"--model {model}: neither a model.json ({reason_of(error)}) nor a "
             f"flavor{suggestion(model, list(FLAVORS))}; "

@@ -6,7 +6,7 @@ length in the file it takes hours. Quantized matrices are read as fp32, row by r
 numbers with which llama.cpp computes, not those of the model before it was quantized.
 `gguf_tokenizer.py` reads the tokenizer.
 Order of rows: that of titanlite in the architecture `llama`, Hugging Face's in `qwen2` and `qwen3`.
-What it costs: the header is read; rows are dequantized when they are used.
+What it costs: the header is read, of at most 64 MB; rows are dequantized when they are used.
 Reference: github.com/ggml-org/ggml, docs/gguf.md
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
+from array import array
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -57,21 +58,35 @@ NUMBERS = {
 }
 TEXT = 8
 ARRAY = 9
-MOST_ITEMS = 1 << 22  # in an array; a tokenizer has fewer tokens
+MOST_BYTES = 1 << 26  # of the header; Gemma's, with 256,000 tokens, has 14 MB
+MOST_TEXTS = 1 << 20  # of all arrays; Gemma has 262,144 tokens and 514,906 merges
+MOST_ENTRIES = 1 << 16  # fields, and tensors: Llama 3 405B has 1,138
+MOST_FREQUENCIES = 1 << 12  # half the width of a head
 
 
 class _Header:
-    """Reads the header of a GGUF file; every length in it is compared with that of the file."""
+    """Reads the header of a GGUF file. Every length in it is bounded before memory is taken."""
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._size = size
+        self._left = MOST_BYTES
+        self._texts_left = MOST_TEXTS
 
     def bytes(self, count: int) -> bytes:
-        content = self._file.read(count) if count <= self._size else b""
+        self._left -= count
+        if self._left < 0:
+            raise ValueError(f"a header of more than {MOST_BYTES} bytes")
+        content = self._file.read(count)
         if len(content) < count:
             raise ValueError("it is cut short")
         return content
+
+    def count(self, what: str, most: int) -> int:
+        """The number of fields or tensors."""
+        number: int = self.number("Q")
+        if number > most:
+            raise ValueError(f"{number} {what}; at most {most} are read")
+        return number
 
     def number(self, code: str) -> Any:
         """A number of struct's format `code`."""
@@ -81,7 +96,7 @@ class _Header:
         return self.bytes(self.number("Q")).decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
-        """A value of one of the format's types; an array as a list."""
+        """A value of one of the format's types; numbers of an array stay packed."""
         if kind in NUMBERS:
             return self.number(NUMBERS[kind])
         if kind == TEXT:
@@ -90,14 +105,16 @@ class _Header:
             raise ValueError(f"a value of type {kind}")
         item_kind = self.number("I")
         count = self.number("Q")
-        if count > MOST_ITEMS:
-            raise ValueError(f"an array of {count} values; at most {MOST_ITEMS} are read")
         if item_kind in NUMBERS:
-            code = NUMBERS[item_kind]
-            content = self.bytes(count * struct.calcsize("<" + code))
-            return list(struct.unpack(f"<{count}{code}", content))
+            code = NUMBERS[item_kind].replace("?", "B")
+            numbers = array(code)
+            numbers.frombytes(self.bytes(count * numbers.itemsize))
+            return numbers
         if item_kind != TEXT:
             raise ValueError(f"an array of {count} values of type {item_kind}")
+        self._texts_left -= count
+        if self._texts_left < 0:
+            raise ValueError(f"arrays of more than {MOST_TEXTS} texts")
         return [self.text() for _ in range(count)]
 
     def position(self) -> int:
@@ -119,14 +136,14 @@ def read_header(path: Path) -> Content:
     gguf = package()
     size = path.stat().st_size
     with path.open("rb") as file:
-        header = _Header(file, size)
+        header = _Header(file)
         if header.bytes(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         version = header.number("I")
         if version not in VERSIONS:
             raise ValueError(f"version {version}; expected {' or '.join(map(str, VERSIONS))}")
-        num_tensors = header.number("Q")
-        num_fields = header.number("Q")
+        num_tensors = header.count("tensors", MOST_ENTRIES)
+        num_fields = header.count("fields", MOST_ENTRIES)
         fields: dict[str, Any] = {}
         for _ in range(num_fields):
             name = header.text()
@@ -135,8 +152,8 @@ def read_header(path: Path) -> Content:
         for _ in range(num_tensors):
             name = header.text()
             num_dims = header.number("I")
-            if num_dims > 4:
-                raise ValueError(f"{name[:200]!r} has {num_dims} dimensions")
+            if not 1 <= num_dims <= 4:
+                raise ValueError(f"{name[:200]!r} has {num_dims} dimensions; expected 1 to 4")
             # The innermost dimension is first
             shape = tuple(header.number("Q") for _ in range(num_dims))[::-1]
             kind = gguf.GGMLQuantizationType(header.number("I"))
@@ -176,7 +193,10 @@ def open_file(path: Path) -> FullState:
         fields, tensors = read_header(path)
         factors: np.ndarray[Any, Any] | None = None
         if FREQUENCIES in tensors:
-            factors = tensors.pop(FREQUENCIES).read().numpy()
+            divisors = tensors.pop(FREQUENCIES)
+            if len(divisors.shape) != 1 or divisors.shape[0] > MOST_FREQUENCIES:
+                raise ValueError(f"{FREQUENCIES} of shape {divisors.shape}")
+            factors = divisors.read().float().numpy()
         config = _config(path, fields, tensors, factors)
     except (ValueError, KeyError, TypeError, ArithmeticError, AttributeError) as error:
         if isinstance(error, ConfigError):
@@ -264,6 +284,7 @@ def _config(
     if scaling == "linear":
         factor = fields[f"{family}.rope.scaling.factor"]
         config = dataclasses.replace(config, rope_scaling=RopeScaling(factor, kind="linear"))
+    config = checked(config)
     if factors is not None:
         config = dataclasses.replace(config, rope_scaling=_llama3_scaling(path, config, factors))
     return checked(config)
@@ -276,6 +297,11 @@ def _shortest(value: float) -> float:
 
 def _llama3_scaling(path: Path, config: LlamaConfig, factors: np.ndarray[Any, Any]) -> RopeScaling:
     """Finds Llama 3.1's scaling: the file has only the divisor of each frequency."""
+    if factors.shape != (config.head_dim // 2,):
+        raise ConfigError(
+            f"{path}: {FREQUENCIES} has {len(factors)} numbers; expected {config.head_dim // 2}, "
+            "half the width of a head"
+        )
     for factor in LLAMA3_FACTORS:
         scaling = RopeScaling(factor)
         expected = frequency_factors(dataclasses.replace(config, rope_scaling=scaling))

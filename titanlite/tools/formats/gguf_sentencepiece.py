@@ -35,9 +35,9 @@ NORMAL = 1  # types of tokens: text,
 UNUSED = 5  # and text that is not used: llama.cpp makes no difference
 NEVER = -math.inf  # the score of a pair that no token joins
 LONGEST = 256  # characters; Llama 2's longest token has 16
-# Characters of each token, squared; those of Gemma's 256,000 give less than half
-MOST_WORK = 1 << 26
+MOST_WORK = 1 << 25  # characters of each token, squared; those of Gemma's 256,000 give less
 LONGEST_RUN = 32  # a repeated character that has the score of others
+MOST_RUNS = 6 * LONGEST_RUN**3  # lengths of the longest such run of each character, cubed
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 Pair: TypeAlias = tuple[str, str]
@@ -108,9 +108,10 @@ def merges_of(scores: Mapping[str, float]) -> list[Pair]:
         pairs[token] = pair
     order = sorted(pairs, key=lambda token: (-scores[token], -len(token)))
     merges = [pairs[token] for token in order]
+    check = _Runs(scores, pairs)
     for score, group in itertools.groupby(order, scores.__getitem__):
         equal = list(group)
-        if len(equal) > 1 and not _are_runs(equal, score, scores, pairs):
+        if len(equal) > 1 and not check.may_be_equal(equal, score):
             raise ConfigError(
                 f"tokens {equal[0]!r} and {equal[1]!r} have the same score, {score:g}, so that a "
                 "list of merges cannot encode as llama.cpp does"
@@ -118,39 +119,54 @@ def merges_of(scores: Mapping[str, float]) -> list[Pair]:
     return merges
 
 
-def _are_runs(
-    equal: list[str], score: float, scores: Mapping[str, float], pairs: Mapping[str, Pair]
-) -> bool:
+class _Runs:
     """Whether tokens of one score repeat a character, and the longest may be first in a list."""
-    group = set(equal)
-    for token, pair in pairs.items():
-        # It would be joined between two of the group
-        if token not in group and not group.isdisjoint(pair) and scores[token] >= score:
-            return False
-    for character in {token[0] for token in equal}:
-        of_character = [token for token in equal if token[0] == character]
-        longest = max(map(len, of_character))
-        if any(token != character * len(token) for token in of_character) or longest > LONGEST_RUN:
-            return False
-        if not _list_gives_the_same(character, 4 * longest, scores, pairs):
-            return False
-    return True
 
+    def __init__(self, scores: Mapping[str, float], pairs: Mapping[str, Pair]) -> None:
+        self.scores = scores
+        self.pairs = pairs
+        self.work = 0  # cubes of lengths so far
+        self.joined_by: dict[str, list[str]] = {}  # part -> tokens whose last pair has it
+        self.of_character: dict[str, list[str]] = {}  # character -> tokens that repeat it
+        for token, pair in pairs.items():
+            for part in set(pair):
+                self.joined_by.setdefault(part, []).append(token)
+            if token == token[0] * len(token):
+                self.of_character.setdefault(token[0], []).append(token)
 
-def _list_gives_the_same(
-    character: str, longest: int, scores: Mapping[str, float], pairs: Mapping[str, Pair]
-) -> bool:
-    """Whether runs of a character are encoded by the list of `pairs` as by `scores`."""
-    tokens = [token for token in pairs if token == character * len(token)]
-    tokens.sort(key=lambda token: (scores[token], len(token)))  # the list from its end
-    places = {pairs[token]: float(place) for place, token in enumerate(tokens)}
-    for length in range(longest):
-        run = character * length
-        by_score, _ = join(run, lambda pair: scores.get(pair[0] + pair[1], NEVER))
-        by_place, _ = join(run, lambda pair: places.get(pair, NEVER))
-        if by_score != by_place:
-            return False
-    return True
+    def may_be_equal(self, equal: list[str], score: float) -> bool:
+        """Whether a list may have these tokens of one score. Raises ConfigError for too many."""
+        group = set(equal)
+        for part in equal:
+            for token in self.joined_by.get(part, []):
+                # It would be joined between two of the group
+                if token not in group and self.scores[token] >= score:
+                    return False
+        longest: dict[str, int] = {}
+        for token in equal:
+            if token != token[0] * len(token) or len(token) > LONGEST_RUN:
+                return False
+            longest[token[0]] = max(len(token), longest.get(token[0], 0))
+        for character, length in longest.items():
+            self.work += length**3
+            if self.work > MOST_RUNS:
+                raise ConfigError("its repetitions of characters are too many to compare")
+            if not self._list_gives_the_same(character, 4 * length):
+                return False
+        return True
+
+    def _list_gives_the_same(self, character: str, longest: int) -> bool:
+        """Whether runs of a character are encoded by the list of `pairs` as by `scores`."""
+        tokens = list(self.of_character[character])
+        tokens.sort(key=lambda token: (self.scores[token], len(token)))  # the list from its end
+        places = {self.pairs[token]: float(place) for place, token in enumerate(tokens)}
+        for length in range(longest):
+            run = character * length
+            by_score, _ = join(run, lambda pair: self.scores.get(pair[0] + pair[1], NEVER))
+            by_place, _ = join(run, lambda pair: places.get(pair, NEVER))
+            if by_score != by_place:
+                return False
+        return True
 
 
 def join(text: str, priority: Callable[[Pair], float]) -> tuple[list[str], Pair | None]:

@@ -13,6 +13,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.tokenizer.tokenizer import PATTERN, Tokenizer
 from titanlite.tokenizer.tokenizer_json import JSON_FILES, QWEN_PATTERN, Json, steps
@@ -56,7 +57,7 @@ PRE_TOKENIZERS: dict[str, tuple[list[Json], bool]] = {
 
 def name_of(tokenizer: Tokenizer) -> str:
     """llama.cpp's name for the way in which a tokenizer.json cuts text; "" if it has none."""
-    main = json.loads(tokenizer.files[JSON_FILES[0]])
+    main = parse_json(tokenizer.files[JSON_FILES[0]])
     own = steps(main.get("pre_tokenizer"), "pretokenizers")
     whole_words = main["model"].get("ignore_merges", False)
     added = {entry["content"] for entry in main["added_tokens"]}
@@ -78,13 +79,14 @@ def read_tokenizer(path: Path, fields: dict[str, Any]) -> bytes | None:
     """`Tokenizer.content` of the file's tokenizer; None, with a warning, if it cannot be read."""
     kind = fields.get("tokenizer.ggml.model")
     pre = fields.get("tokenizer.ggml.pre")
-    is_known = kind == "llama" or (kind == "gpt2" and pre in PRE_TOKENIZERS)
+    # A list: `pre` may be of any type, also one without a hash
+    is_known = kind == "llama" or (kind == "gpt2" and pre in list(PRE_TOKENIZERS))
     if not is_known:
         logger.warning(
-            "%s: its tokenizer (%r, %r) is not read; name one with --tokenizer",
+            "%s: its tokenizer (%.99s, %.99s) is not read; name one with --tokenizer",
             path,
-            kind,
-            pre,
+            repr(kind),
+            repr(pre),
         )
         return None
     try:

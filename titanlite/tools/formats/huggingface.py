@@ -10,7 +10,6 @@ Reference: transformers 5, `LlamaForCausalLM`
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from typing import Any
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig, block_shapes
 from titanlite.model.shape_file import sequence_length
+from titanlite.runtime.documents import read_json
 from titanlite.runtime.errors import ConfigError, reason_of
-from titanlite.runtime.files import read_bounded
 from titanlite.runtime.typed_json import typed
 from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
 from titanlite.tools.chat.find_template import find_template
@@ -72,7 +71,7 @@ def open_folder(folder: Path) -> FullState:
     """
     path = folder / "config.json"
     try:
-        fields = typed(dict[str, Any], json.loads(read_bounded(path)))
+        fields = typed(dict[str, Any], read_json(path))
         config = from_config(path, fields)
     except (
         OSError,
@@ -81,7 +80,6 @@ def open_folder(folder: Path) -> FullState:
         TypeError,
         AttributeError,
         ArithmeticError,
-        RecursionError,
     ) as error:
         if isinstance(error, ConfigError):
             raise

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.bpe import rank_file
@@ -96,7 +97,7 @@ def _parsed(tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]] | Non
     """
     if RANK_FILE in tokenizer.files:
         return None
-    main, config = (json.loads(tokenizer.files[name]) for name in JSON_FILES)
+    main, config = (parse_json(tokenizer.files[name]) for name in JSON_FILES)
     return main, config
 
 

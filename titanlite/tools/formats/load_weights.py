@@ -32,7 +32,7 @@ from titanlite.checkpoint.storage import StepReader, loading
 from titanlite.config.schema import CheckpointConfig
 from titanlite.distributed.agreement import PATIENT, broadcast_from_rank0, on_all_ranks
 from titanlite.distributed.process_group import checkpoint_group
-from titanlite.model.flavors import LlamaConfig, parameter_shapes
+from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 from titanlite.parallel.lora import is_adapter
 from titanlite.runtime.errors import ConfigError
@@ -45,8 +45,8 @@ from titanlite.tools.formats.intact import other_steps, require_intact
 from titanlite.tools.formats.same_model import (
     Stored,
     mismatches,
+    require_own_tensors,
     require_same_model,
-    tensor_problems,
 )
 from titanlite.tools.formats.step_folder import is_step_folder, model_of
 
@@ -191,17 +191,9 @@ def meta_model(full: FullState, seq_len: int) -> Llama:
 
     Raises CorruptCheckpoint or ConfigError.
     """
-    config = full.model
-    # Before layers are built from a number that may be wrong
-    if f"layers.{config.num_layers - 1}.attention.wq.weight" not in full.tensors:
-        raise CorruptCheckpoint(
-            f"{full.path}: describes {config.num_layers} layers, and holds fewer"
-        )
-    problems = tensor_problems(full.path, full.tensors, parameter_shapes(config))
-    if problems:
-        raise CorruptCheckpoint(problems)  # before memory is allocated for what model.json says
+    require_own_tensors(full)
     with torch.device("meta"):
-        return Llama(config, seq_len)
+        return Llama(full.model, seq_len)
 
 
 def fill(full: FullState, state: dict[str, Any]) -> list[str]:

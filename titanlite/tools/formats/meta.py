@@ -11,15 +11,14 @@ Reference: github.com/meta-llama/llama-models, models/llama3
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig, RopeScaling
 from titanlite.model.shape_file import checked
+from titanlite.runtime.documents import read_json
 from titanlite.runtime.errors import ConfigError, reason_of
-from titanlite.runtime.files import read_bounded
 from titanlite.tools.formats.full_state import (
     About,
     FullState,
@@ -143,7 +142,7 @@ def open_folder(folder: Path) -> FullState:
         records += of_file
     path = folder / "params.json"
     try:
-        fields = json.loads(read_bounded(path))
+        fields = read_json(path)
         dim = fields["dim"]
         tensors: dict[str, FullTensor] = {}
         for name, value in trees[0].items():
@@ -169,7 +168,6 @@ def open_folder(folder: Path) -> FullState:
         TypeError,
         AttributeError,
         ArithmeticError,
-        RecursionError,
     ) as error:
         if isinstance(error, ConfigError):
             raise

@@ -9,15 +9,16 @@ Reference: PEFT 0.18, `LoraConfig` and `save_pretrained`
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig
+from titanlite.model.shape_file import LARGEST
+from titanlite.runtime.documents import read_json
 from titanlite.runtime.errors import ConfigError, reason_of
-from titanlite.runtime.files import read_bounded
+from titanlite.runtime.typed_json import typed
 from titanlite.tools.formats.adapters import lora_of, missing_adapters, require_every_adapter
 from titanlite.tools.formats.full_state import About, FullState
 from titanlite.tools.formats.huggingface import LAYER, is_permuted
@@ -46,6 +47,18 @@ ONLY: dict[str, tuple[Any, ...]] = {
     # Others change the weights that they are added to
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None),
 }
+
+
+@dataclasses.dataclass
+class _Numbers:
+    """The numbers of adapter_config.json that are used."""
+
+    r: int
+    lora_alpha: float
+    lora_dropout: float | None = None
+
+
+NUMBERS = [field.name for field in dataclasses.fields(_Numbers)]
 
 
 def hf_names(model: LlamaConfig) -> dict[str, str]:
@@ -90,25 +103,28 @@ def read_folder(folder: Path, model: LlamaConfig) -> FullState:
     """The adapters in PEFT's folder, for a model. Raises ConfigError or CorruptCheckpoint."""
     path = folder / CONFIG
     try:
-        fields = json.loads(read_bounded(path))
+        fields = typed(dict[str, Any], read_json(path))
         problems = [
             f"{path}: {key} = {fields[key]!r:.200}; allowed: {', '.join(map(repr, values))}"
             for key, values in ONLY.items()
             if key in fields and fields[key] not in values
         ]
-        lora = {
-            "rank": int(fields["r"]),
-            "alpha": float(fields["lora_alpha"]),
-            "rslora": fields.get("use_rslora") is True,
-            "dropout": float(fields.get("lora_dropout") or 0.0),
-        }
+        numbers = typed(_Numbers, {name: fields[name] for name in NUMBERS if name in fields})
         expected = targets_of(fields, model)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(f"{path}: not PEFT's configuration: {reason_of(error)}") from None
-    if lora["rank"] < 1:
-        problems.append(f"{path}: r = {lora['rank']}; expected at least 1")
+    lora = {
+        "rank": numbers.r,
+        "alpha": float(numbers.lora_alpha),
+        "rslora": fields.get("use_rslora") is True,
+        "dropout": float(numbers.lora_dropout or 0.0),
+    }
+    if not 1 <= numbers.r < LARGEST:
+        problems.append(f"{path}: r = {numbers.r}; expected 1 to {LARGEST - 1}")
     if not 0 < lora["alpha"] < math.inf:
         problems.append(f"{path}: lora_alpha = {lora['alpha']:g}; expected a finite number above 0")
+    if not 0 <= lora["dropout"] < 1:
+        problems.append(f"{path}: lora_dropout = {lora['dropout']:g}; expected 0 to below 1")
     if not (folder / WEIGHTS).is_file():
         problems.append(f"{folder}: has no {WEIGHTS}, which PEFT's save_pretrained writes")
     if problems:

@@ -28,8 +28,8 @@ from safetensors import SafetensorError, safe_open
 from titanlite.checkpoint.grid import Box, grid_of
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint
 from titanlite.checkpoint.shard_file import SAVED_OFFSETS, SHARDING_INFO, header_bytes
+from titanlite.runtime.documents import parse_json, read_json
 from titanlite.runtime.errors import ConfigError, reason_of
-from titanlite.runtime.files import read_bounded
 from titanlite.tools.formats.export import Outgoing
 from titanlite.tools.formats.full_state import FullTensor, Part
 from titanlite.tools.formats.output_path import write_small_files
@@ -63,8 +63,8 @@ def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
             # The library checks that the header fits the file
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-            header: dict[str, Any] = json.loads(raw.read(length))
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+            header: dict[str, Any] = parse_json(raw.read(length))
+    except (SafetensorError, OSError, ValueError) as error:
         raise CorruptCheckpoint(f"{path}: not a complete safetensors file ({error})") from None
     header.pop("__metadata__", None)
     shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
@@ -89,7 +89,7 @@ def _saved_offsets(
     if SHARDING_INFO not in metadata:
         return {name: (0,) * len(shape) for name, shape in shapes.items()}
     try:
-        entries = json.loads(metadata[SHARDING_INFO])
+        entries = parse_json(metadata[SHARDING_INFO])
         all_offsets = {name: tuple(entries[name][SAVED_OFFSETS]) for name in shapes}
         for name, offsets in all_offsets.items():
             valid = all(type(offset) is int and 0 <= offset < LARGEST_SIZE for offset in offsets)
@@ -98,7 +98,7 @@ def _saved_offsets(
                     f"{name[:200]!r} has {len(shapes[name])} dimensions, and its saved_offsets "
                     f"are {offsets!r:.200}"
                 )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(
             f"{path}: its {SHARDING_INFO} cannot be used ({reason_of(error)})"
         ) from None
@@ -138,11 +138,11 @@ def shards_of(folder: Path) -> list[Path]:
 
 def _read_indexed(folder: Path) -> dict[str, FullTensor]:
     try:
-        places = json.loads(read_bounded(folder / INDEX))["weight_map"]
+        places = read_json(folder / INDEX)["weight_map"]
         files = sorted(set(places.values()))
         if any(type(name) is not str or name != os.path.basename(name) for name in files):
             raise ValueError("it names a file outside the folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(f"{folder / INDEX}: cannot be used ({reason_of(error)})") from None
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:

@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.config.mistakes import suggestion
 from titanlite.config.schema import ModelConfig
 from titanlite.model.flavors import LlamaConfig, RopeScaling, parameter_shapes
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.formats.full_state import FullTensor
+from titanlite.tools.formats.full_state import FullState, FullTensor
 
 logger = logging.getLogger("titanlite")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -77,6 +78,21 @@ def require_same_model(
             path,
             ", ".join(unknown),
         )
+
+
+def require_own_tensors(full: FullState) -> None:
+    """Raises CorruptCheckpoint if the tensors are not those of the model that the file describes.
+
+    It comes before anything is built or allocated from the description's numbers.
+    """
+    config = full.model
+    if f"layers.{config.num_layers - 1}.attention.wq.weight" not in full.tensors:
+        raise CorruptCheckpoint(
+            f"{full.path}: describes {config.num_layers} layers, and holds fewer"
+        )
+    problems = tensor_problems(full.path, full.tensors, parameter_shapes(config))
+    if problems:
+        raise CorruptCheckpoint(problems)
 
 
 def require_stated(

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from titanlite.model.shape_file import sequence_length
+from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.tokenizer_json import MAX_JSON_FILE
@@ -124,8 +125,8 @@ def open_folder(folder: Path, form: str, stored: dict[str, FullTensor]) -> FullS
 
 def _add_origin(about: About, text: str) -> None:
     """Adds step and sequence length from a JSON object, if they are valid."""
-    with contextlib.suppress(ValueError, RecursionError):
-        origin = json.loads(text)
+    with contextlib.suppress(ValueError):
+        origin = parse_json(text)
         if not isinstance(origin, dict):
             return
         step = origin.get("step")

@@ -97,7 +97,7 @@ def model_of(path: Path, content: bytes | None, within: str = "") -> LlamaConfig
         return None
     try:
         return from_json(content.decode())
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         what = f"its {within} is not" if within else "not"
         raise CorruptCheckpoint(
             f"{path}: {what} titanlite's description of a model ({reason_of(error)})"

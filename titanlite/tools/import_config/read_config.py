@@ -9,36 +9,37 @@ What it costs: YAML needs the package PyYAML, an extra of titanlite; the others 
 
 from __future__ import annotations
 
-import json
+import bisect
 import re
-import sys
+from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from titanlite.runtime.documents import DEEP, MOST_TOML, parse_json, parse_toml, require_bounded
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 LARGEST = 1 << 22  # bytes of a file: torchtitan's JSON has every layer of the model
-LARGEST_YAML = 1 << 16  # letters: PyYAML's time grows with the square of a line's length
+# PyYAML's time grows with the square of a line's length, that of arguments with the square of a
+# variable's default
+MOST_LETTERS = {"YAML": 1 << 16, "TOML": MOST_TOML, "arguments": 1 << 18}
 MOST = 50_000  # keys and elements
 DEEPEST = 12
 OPTION = re.compile(r"(?:^|(?<=[\s\"'(=]))--[A-Za-z][\w.-]*")
 VARIABLE = re.compile(
-    r"^\s*(?:export\s+)?([A-Za-z_]\w*)=[\"']?([^\s\"'()$`]{1,200})[\"']?\s*$", re.MULTILINE
+    r"^[ \t]*(?:export[ \t]+)?([A-Za-z_]\w*)=[\"']?([^\s\"'()$`]{1,200})[\"']?[ \t\r]*$",
+    re.MULTILINE,
 )
 # Every way in which a script gives a name a value; only `VARIABLE` is one that is read
 ASSIGNED = re.compile(r"(?<![\w$-])([A-Za-z_]\w*)\+?=|\b(?:for|read)\s+([A-Za-z_]\w*)")
 BRANCH = re.compile(
     r"(?:^|;)[ \t]*(if|case|fi|esac)\b|^[ \t]*((?:\[|test\s).*(?:&&|\|\|).*)$", re.MULTILINE
 )
-USE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)")
+USE = re.compile(r"\$\{(\w+)(?::-([^}\n]{0,200}))?\}|\$(\w+)")
+TABLE = re.compile(r"^[ \t]*\[[\w.]+\][ \t\r]*$", re.MULTILINE)
+PROGRAM = re.compile(r"(?<!\S)\S+\.py[\"']?(?=\s|$)")
 NUMBER = re.compile(r"-?[\d.][\d._]*(?:e[+-]?\d+)?", re.IGNORECASE)
 
 
@@ -51,8 +52,9 @@ def read_table(path: Path) -> dict[str, object]:
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not UTF-8; expected JSON, TOML, YAML or arguments") from None
     kind = kind_of(path, text)
-    if kind == "YAML" and len(text) > LARGEST_YAML:
-        raise ConfigError(f"{path}: {len(text)} letters of YAML; expected at most {LARGEST_YAML}")
+    most = MOST_LETTERS.get(kind, LARGEST)
+    if len(text) > most:
+        raise ConfigError(f"{path}: {len(text)} letters of {kind}; expected at most {most}")
     try:
         table = PARSERS[kind](text)
         if not is_small(table):
@@ -63,7 +65,7 @@ def read_table(path: Path) -> dict[str, object]:
             raise ConfigError(f"{path}: no keys; expected JSON, TOML, YAML or arguments")
     except ConfigError:
         raise
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{path}: not {kind}: {reason}") from None
     return table
@@ -79,7 +81,7 @@ def kind_of(path: Path, text: str) -> str:
         return "arguments"
     if text.lstrip().startswith("{"):
         return "JSON"
-    if re.search(r"^\s*\[[\w.]+\]\s*$", text, re.MULTILINE):
+    if TABLE.search(text):
         return "TOML"
     return "YAML"
 
@@ -90,12 +92,24 @@ def read_yaml(text: str) -> Any:
         raise ConfigError("YAML needs the package PyYAML: pip install pyyaml")
     import yaml  # an extra
 
+    # libyaml's, where PyYAML was built with it, is ten times as fast
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        def flatten_mapping(self, node: Any) -> None:
+            """Merges `<<`; before PyYAML 6.0.3 the keys of merged merges multiply."""
+            super().flatten_mapping(node)
+            if len(node.value) > MOST:
+                raise ValueError(f"a table of more than {MOST} keys")
+
     try:
-        # libyaml's, where PyYAML was built with it, is ten times as fast
-        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        value = yaml.load(text, Loader)
+    except RecursionError:
+        raise ValueError(DEEP) from None
     # A scalar that is not what its tag says is an error of whatever function reads it
     except (yaml.YAMLError, AttributeError, LookupError, TypeError, OverflowError) as error:
         raise ValueError(str(error)) from None
+    if is_small(value):  # `read_table` refuses others
+        require_bounded(value)
+    return value
 
 
 def read_arguments(text: str) -> dict[str, object]:
@@ -107,7 +121,7 @@ def read_arguments(text: str) -> dict[str, object]:
     """
     text = re.sub(r"(?:^|(?<=\s))#.*", "", text)
     text = re.sub(r"\\\r?\n", " ", text)
-    assigned = assigned_names(text)
+    assigned = set(assigned_names(text))
     variables = plain_variables(text)
 
     def replaced(match: re.Match[str]) -> str:
@@ -141,11 +155,11 @@ def read_arguments(text: str) -> dict[str, object]:
 def plain_variables(text: str) -> dict[str, str]:
     """The variables that a script sets to plain words, once and under no condition."""
     branches = under_condition(text)
-    assigned = assigned_names(text)
+    times = Counter(assigned_names(text))
     return {
         match[1]: match[2]
         for match in VARIABLE.finditer(text)
-        if assigned.count(match[1]) == 1 and not is_within(match.start(1), branches)
+        if times[match[1]] == 1 and not is_within(match.start(1), branches)
     }
 
 
@@ -165,20 +179,25 @@ def under_condition(text: str) -> list[range]:
             open_at.append(match.start())
         elif open_at:
             ranges.append(range(open_at.pop(), match.end()))
-    return ranges
+    outer: list[range] = []  # without those within another one
+    for part in sorted(ranges, key=lambda part: part.start):
+        if not outer or part.stop > outer[-1].stop:
+            outer.append(part)
+    return outer
 
 
 def is_within(place: int, ranges: list[range]) -> bool:
     """Whether a place is in one of the parts of a text."""
-    return any(place in part for part in ranges)
+    before = bisect.bisect_right(ranges, place, key=lambda part: part.start)
+    return before > 0 and place in ranges[before - 1]
 
 
-def without_bundles(line: str, assigned: list[str]) -> str:
+def without_bundles(line: str, assigned: set[str]) -> str:
     """A command without the words that stand for arguments, as `${MODEL_ARGS[@]}`.
 
     The arguments are read where the file sets the variable. Raises ValueError if it does not.
     """
-    program = re.search(r"\S+\.py[\"']?(?=\s|$)", line)
+    program = PROGRAM.search(line)
     if program is None:
         return line
     kept: list[str] = []
@@ -198,20 +217,19 @@ def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """A JSON object. Raises ValueError for a name that it has twice, as DeepSpeed does."""
     table = dict(pairs)
     if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
+        ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{repeated} stands twice in one object")
     return table
 
 
 def read_json(text: str) -> Any:
     """A JSON document in which no object has a name twice."""
-    return json.loads(text, object_pairs_hook=without_repeats)
+    return parse_json(text, without_repeats)
 
 
 PARSERS: dict[str, Callable[[str], Any]] = {
     "JSON": read_json,
-    "TOML": tomllib.loads,
+    "TOML": parse_toml,
     "YAML": read_yaml,
     "arguments": read_arguments,
 }

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, for_terminal
 from titanlite.tools.learn.exercise import course
 from titanlite.tools.learn.lessons import MEMORY_TOLERANCE, TOLERANCE, Lesson, Result
 from titanlite.tools.learn.measure import measure
@@ -114,17 +114,17 @@ def _collectives(result: Result) -> tuple[bool, str]:
 
 
 def _memory(result: Result) -> list[tuple[bool, str]]:
-    """Compares the memory of the fullest rank with its limit."""
+    """Compares the memory of the fullest rank with its limits."""
     verdicts = []
     worst = max(range(len(result.ranks)), key=lambda rank: result.ranks[rank].held)
     held = result.ranks[worst].held
     needed = result.lesson.held(worst)
-    verdicts.append(
-        (
-            held <= needed * MEMORY_TOLERANCE + SMALL,
-            f"memory between two steps: {held:,} bytes on rank {worst}, needed {needed:,}",
-        )
-    )
+    text = f"memory between two steps: {held:,} bytes on rank {worst}, needed {needed:,}"
+    if held < needed / MEMORY_TOLERANCE:
+        text += "; parameters and moments cannot be in fewer, so the program does not train"
+        verdicts.append((False, text))
+    else:
+        verdicts.append((held <= needed * MEMORY_TOLERANCE + SMALL, text))
     peak = max(measured.peak for measured in result.ranks)
     limit = result.lesson.peak
     text = f"memory at its fullest: {peak:,} bytes, the step in learn/steps {limit:,}"
@@ -154,10 +154,10 @@ def failure_lines(error: str, folder: Path, timeout: float) -> list[str]:
     lines = error.rstrip().splitlines()
     program_error = lines[-1].partition("ProgramError: ")[2]
     if program_error:
-        return [f"WRONG  {program_error}"]
+        return [f"WRONG  {for_terminal(program_error)}"]
     own = [i for i, line in enumerate(lines) if f'File "{folder}/' in line]
     if own:
         lines = [lines[0], *lines[own[0] :]]
     if len(lines) > LAST_LINES:
         lines = [lines[0], "  ...", *lines[-LAST_LINES:]]
-    return ["WRONG  the program failed", *(f"       {line}" for line in lines)]
+    return ["WRONG  the program failed", *(f"       {for_terminal(line)}" for line in lines)]

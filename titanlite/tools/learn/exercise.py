@@ -8,12 +8,11 @@ Why it is here: the solution is the step itself, so it can't be out of date.
 from __future__ import annotations
 
 import ast
-import shutil
 from pathlib import Path
 
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import read_bounded
+from titanlite.runtime.files import read_bounded, write_new_files
 from titanlite.tools.learn.lessons import LESSONS, Lesson
 from titanlite.tools.learn.problems import open_answers
 
@@ -99,13 +98,20 @@ def lay_out(lesson: Lesson, folder: Path) -> None:
         raise ConfigError(
             f"--folder {folder}: exists and is not empty; expected a new or an empty folder"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(text_of(lesson), folder / "README.md")
-    (folder / MARK).write_text(lesson.name + "\n")
-    if not lesson.step:
-        (folder / "answers.toml").write_text(open_answers(lesson.name))
-        return
-    for name in (*SHARED, *(f"{needed}.py" for needed in lesson.needs)):
-        shutil.copy(steps / name, folder / name)
-    source = (steps / f"{lesson.step}.py").read_text()
-    (folder / f"{lesson.step}.py").write_text(with_gap(source))
+    contents = {
+        "README.md": text_of(lesson).read_bytes(),
+        MARK: f"{lesson.name}\n".encode(),
+    }
+    if lesson.step:
+        for name in (*SHARED, *(f"{needed}.py" for needed in lesson.needs)):
+            contents[name] = (steps / name).read_bytes()
+        source = (steps / f"{lesson.step}.py").read_text()
+        contents[f"{lesson.step}.py"] = with_gap(source).encode()
+    else:
+        contents["answers.toml"] = open_answers(lesson.name).encode()
+    try:
+        write_new_files(folder, contents)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or folder}: {error.strerror or error}; nothing was laid out"
+        ) from None

@@ -132,5 +132,7 @@ def measure(path: str, recorded: tuple[int, ...]) -> Measured:
             counts = calls if key[0] == "calls" else sent
             kind = str(key[2])
             counts[kind] = counts.get(kind, 0) + value
+    if not recorder.peaks:
+        raise ProgramError("`train` made no tensor in the recorded steps, expected a training run")
     peak = max(sum(memory.values()) for memory in recorder.peaks.values())
     return Measured(losses, norms, calls, sent, held, peak)

@@ -11,7 +11,6 @@ What it costs: under a second for each problem, without torch.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +18,11 @@ from pathlib import Path
 from titanlite.config.load import load_config
 from titanlite.model.flavors import resolve_flavor
 from titanlite.rules.degrees import AXES
+from titanlite.runtime.documents import read_toml
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.plan.machines import find_machine
 from titanlite.tools.plan.plan import Plan, make_plan
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 GIB = 1 << 30
 FIVE_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
@@ -117,10 +111,10 @@ def right(own: object, expected: str | float) -> bool:
 def read_answers(path: Path) -> dict[str, object]:
     """Reads `answers.toml`. Raises ConfigError."""
     try:
-        content = tomllib.loads(read_bounded(path, 1 << 16).decode())
+        content = read_toml(path, 1 << 16)
     except FileNotFoundError:
         raise ConfigError(f"{path}: not found; expected the answers of the lesson") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     return dict(content)
 

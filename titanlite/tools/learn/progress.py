@@ -9,8 +9,9 @@ import json
 import os
 from pathlib import Path
 
+from titanlite.runtime.documents import read_json
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import read_bounded, replace_file
+from titanlite.runtime.files import replace_file
 from titanlite.tools.learn.lessons import LESSONS
 
 MAX_BYTES = 1 << 16
@@ -27,10 +28,10 @@ def passed_lessons() -> list[str]:
     """The names, in the order of the lessons. Raises ConfigError for a damaged file."""
     path = progress_file()
     try:
-        content = json.loads(read_bounded(path, MAX_BYTES))
+        content = read_json(path, MAX_BYTES)
     except FileNotFoundError:
         return []
-    except (ValueError, RecursionError):
+    except ValueError:
         content = None
     if not isinstance(content, list):
         raise ConfigError(f"{path}: expected a list of lessons that were passed; delete the file")

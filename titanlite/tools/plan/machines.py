@@ -15,21 +15,13 @@ connect: 72 of an NVL72.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.config.mistakes import suggestion
 from titanlite.model.flops import PEAK_TFLOPS
+from titanlite.runtime.documents import read_toml
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import read_bounded
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-LARGEST_FILE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -342,7 +334,7 @@ def price_of(machine: Machine, prices: dict[str, float]) -> float | None:
 
 def _read_toml(path: Path) -> dict[str, object]:
     try:
-        return tomllib.loads(read_bounded(path, LARGEST_FILE).decode("utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_toml(path)
+    except (OSError, ValueError) as error:
         message = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: {message}") from None

@@ -28,7 +28,16 @@ from titanlite.runtime.files import NO_LOCKS, make_folder, replace_file, sync_fo
 from titanlite.runtime.progress import progress_bar
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.duplicates import KEPT, decide_duplicates, hashes_path
-from titanlite.tools.prepare.job import NAME, NO_CHAT, ChatConfig, Job, Piece, begin_job, read_typed
+from titanlite.tools.prepare.job import (
+    NAME,
+    NO_CHAT,
+    REFUSED,
+    ChatConfig,
+    Job,
+    Piece,
+    begin_job,
+    read_typed,
+)
 from titanlite.tools.prepare.part import EXAMPLES, SPLITS, Example, PartRecord, record_path
 from titanlite.tools.prepare.plan_job import check_unchanged, plan_job
 from titanlite.tools.prepare.rows import first_row_number
@@ -112,10 +121,12 @@ def build(
     started = time.monotonic()
     work = working_folder(folder)
     is_new = not (work / NAME).exists()
+    begun = False
     try:
         job = plan_job(sources, tokenizer, options.drop_duplicates, options.chat)
         make_folder(work)
         begin_job(job, work)
+        begun = True
         size = "an unknown size"
         if job.has_known_size:
             size = f"{len(job.files)} files, {job.bytes / 1e6:.1f} MB"
@@ -129,6 +140,9 @@ def build(
         finished = [*work.glob("part-*.json"), *work.glob("hashes-*.bin")]
         if is_new and not finished:  # nothing that another attempt could use
             shutil.rmtree(work, ignore_errors=True)
+        elif isinstance(error, ConfigError) and begun:
+            with contextlib.suppress(OSError):  # on a full disk the parts stay those of this job
+                (work / REFUSED).touch()
         if isinstance(error, OSError):
             raise ConfigError(problems_of(error)) from None
         raise

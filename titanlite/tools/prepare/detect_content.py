@@ -10,11 +10,11 @@ What it costs: 4 KB of each file are read, once per preparation; of a long first
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from titanlite.config.mistakes import suggestion
+from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.prepare.compressed import COMPRESSIONS, damaged, open_file, unreadable
 from titanlite.tools.prepare.documents import BYTE_ORDER_MARK
@@ -152,7 +152,7 @@ def _is_rows(path: Path, sample: bytes, source: Source, named: bool) -> bool:
 def _parse(line: bytes) -> object:
     """The JSON value of a line; None if it has none."""
     try:
-        value: object = json.loads(line)
-    except (ValueError, RecursionError):
+        value: object = parse_json(line)
+    except ValueError:
         return None
     return value

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
 from titanlite.data.prepared_manifest import FORMAT
+from titanlite.runtime.documents import read_json
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import read_bounded, replace_file
+from titanlite.runtime.files import replace_file
 from titanlite.runtime.typed_json import Count, typed
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ CUT = 1 << 23  # bytes; smaller files are not cut
 SHOWN = 3  # changed files that are shown in a message
 IDS = ("tokens", "megatron", "datatrove")  # kinds of files of token ids
 NAME = "job.json"  # the file of a job
+REFUSED = "refused"  # beside it: the attempt ended because its input or its options are wrong
 LARGEST = 1 << 30  # bytes of a file of the working folder
 OPTIONS = ("field", "prompt_field", "drop_duplicates")  # settings with an option of their name
 
@@ -172,11 +174,17 @@ def number_of_parts(total: int) -> int:
 def begin_job(job: Job, work: Path) -> None:
     """Writes the job into its working folder.
 
-    Raises ConfigError if another one was begun there. The caller holds the folder alone.
+    Parts of another job are removed if it was refused, since this one is its correction. Raises
+    ConfigError if another one was begun there and interrupted. The caller holds the folder alone.
     """
+    refused = (work / REFUSED).exists()
+    (work / REFUSED).unlink(missing_ok=True)
     if (work / NAME).exists():
         changed = differences(read_job(work), job)
-        if changed:
+        if changed and refused:
+            for path in work.iterdir():
+                path.unlink()
+        elif changed:
             raise ConfigError(
                 f"{work}: was begun differently ({changed}); "
                 f"repeat the former command, or {afresh(work)}"
@@ -234,10 +242,10 @@ def read_job(work: Path) -> Job:
 def read_typed(kind: type[T], path: Path) -> T:
     """A file of the working folder. Raises ConfigError if it is absent or damaged."""
     try:
-        return typed(kind, json.loads(read_bounded(path, LARGEST)))
+        return typed(kind, read_json(path, LARGEST))
     except OSError as error:
         raise ConfigError(
             f"{path}: {error.strerror}; expected a file that the preparation wrote"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: damaged ({error}); {afresh(path.parent)}") from None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from titanlite.config.mistakes import suggestion
+from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.chat.conversation import ChatEncoder, messages_of
 from titanlite.tools.chat.template import ChatTemplate, Message
@@ -67,7 +68,7 @@ def _conversation(row: int, values: Any, job: Job, split: str) -> Document | Bad
         pieces = _encoder(job.chat).pieces(messages, last_only=job.chat.last_only)
         text = "".join(piece.text for piece in pieces)
         size = len(text.encode("utf-8"))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         prompt = f" with {job.prompt_field!r}" if job.prompt_field else ""
         return BadRow(row, f"field {job.field!r}{prompt}: {error}")
     if size > MAX_DOCUMENT:
@@ -102,7 +103,7 @@ def _messages(values: dict[str, Any], field: str, prompt_field: str) -> list[Mes
 def _from_json(text: str) -> Any:
     """Messages that a text is in JSON. Raises ValueError."""
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         raise ValueError(
             "expected messages, found a text; an answer that is a text needs --prompt-field"
@@ -192,12 +193,12 @@ def _json_lines(job: Job, piece: Piece) -> Iterator[Document | BadRow]:
 
 def _line(row: int, line: bytes, job: Job, split: str) -> Document | BadRow | None:
     try:
-        values = json.loads(line.decode("utf-8"))
+        values = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return BadRow(row, f"not UTF-8 ({error.reason})")
     except json.JSONDecodeError as error:
         return BadRow(row, f"not JSON: {error.msg} (column {error.colno})")
-    except (ValueError, RecursionError) as error:  # a number or a nesting without end
+    except ValueError as error:  # a number or a nesting without end
         return BadRow(row, f"not JSON: {error}")
     return _document(row, values, job, split)
 
@@ -272,7 +273,7 @@ def _parquet_document(
         except UnicodeDecodeError as error:
             return BadRow(row, f"not UTF-8 ({error.reason})")
         if found[name] is not None and kind.startswith(LISTS):
-            found[name] = json.loads(found[name])
+            found[name] = json.loads(found[name])  # by our own process
     return _document(row, found, job, split)
 
 

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
 import math
 import os
-import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from titanlite.observe.metrics_file import EVALUATIONS, LONGEST
+from titanlite.runtime.documents import parse_json, read_toml
 from titanlite.runtime.errors import printable
-from titanlite.runtime.files import read_bounded
 
 MOST_BYTES = 1 << 31  # of metrics.jsonl
 MOST_COLUMNS = 4096  # seven measures of each of 126 layers are 882
@@ -154,8 +152,8 @@ def _objects(path: Path, run: Run, most_bytes: int) -> Iterator[dict[str, Any]]:
                 break
             unread -= len(line)
             try:
-                value = json.loads(line)
-            except (ValueError, RecursionError):
+                value = parse_json(line)
+            except ValueError:
                 value = None
             if isinstance(value, dict):
                 yield value
@@ -312,22 +310,17 @@ def _read_samples(path: Path, run: Run) -> None:
 
 
 def _read_config(path: Path, run: Run) -> None:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
 
     try:
-        tables = tomllib.loads(read_bounded(path).decode())
-    except (ValueError, RecursionError) as error:
+        tables = read_toml(path)
+    except ValueError as error:
         run.notes.append(f"config.toml: {str(error)[:200]}")
         return
     for section, keys in tables.items():
         if not isinstance(keys, dict):
             continue
         for name, value in keys.items():
-            if type(value) is not int or abs(value) < 1 << 63:  # no setting is larger
-                run.config[f"{section}.{name}"] = value
+            run.config[f"{section}.{name}"] = value
 
 
 def finite(value: Any) -> bool:
