@@ -88,7 +88,8 @@ def test_a_source_of_text_is_no_prepared_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("pattern", "*.txt"), ("field", "content"), ("validation", "held")]
+    ("name", "value"),
+    [("pattern", "*.txt"), ("field", "content"), ("ids", "uint16"), ("validation", "held")],
 )
 def test_settings_of_text_are_refused(folder, name, value):
     source = SourceConfig(path=str(folder), name="mine", **{name: value})

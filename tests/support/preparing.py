@@ -27,6 +27,13 @@ def text_of(folder: Path, split: str) -> str:
     return TOKENIZER.decode(tokens.read(0, len(tokens)).tolist())
 
 
+def ids_of(folder: Path) -> list[int]:
+    """All ids of a prepared folder."""
+    manifest = read_manifest(folder)
+    splits = [Tokens(folder, manifest, split) for split in ("train", "validation")]
+    return [int(i) for tokens in splits for i in tokens.read(0, len(tokens))]
+
+
 def documents_of(folder: Path) -> list[str]:
     """The documents of both splits, each without bos and eos."""
     joined = "".join(text_of(folder, split) for split in ("train", "validation"))

@@ -22,6 +22,7 @@ PP_SCHEDULES |= dict.fromkeys(
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage are on the same rank
 # These compute the gradients of weights and of inputs in two calls
 SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
+ID_TYPES = ("auto", "uint16", "uint32", "int64")  # of ids in a file that does not state it
 FROM_CHECKPOINT = "from_checkpoint"  # a flavor: the model of checkpoint.initial_load
 WIDE = 256  # from this width on, bfloat16 and compiling pay off on a CPU (benchmarks/levers.py)
 
@@ -166,6 +167,7 @@ class SourceConfig:
     pattern: str = key("", "glob pattern of the files to use; empty: data.pattern")
     field: str = key("", "the field that contains the text; empty: data.field")
     validation: str = key("", "path of the validation text; empty: a held-out part of this source")
+    ids: str = key("auto", "as data.ids; auto: data.ids", choices=ID_TYPES)
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,12 @@ class DataConfig:
     )
     pattern: str = key("**/*", "glob pattern of the files to use from the folder")
     field: str = key("text", "the field of JSONL and Parquet files that contains the text")
+    ids: str = key(
+        "auto",
+        "type of the ids in token files that do not state it (.bin, raw .npy); auto: decided by "
+        "the data",
+        choices=ID_TYPES,
+    )
     tokenizer: str = key(
         "",
         "a tiktoken rank file, a tokenizer.json, or a folder with one of them or with vocab.json "
@@ -226,17 +234,22 @@ class DataConfig:
         sources = self.sources or (SourceConfig(self.path),)
         replace = dataclasses.replace
         return [
-            replace(s, pattern=s.pattern or self.pattern, field=s.field or self.field)
+            replace(
+                s,
+                pattern=s.pattern or self.pattern,
+                field=s.field or self.field,
+                ids=self.ids if s.ids == "auto" else s.ids,
+            )
             for s in sources
         ]
 
     def parts(self) -> list[DataConfig]:
-        """Makes a section for each source alone, with its path, pattern and field."""
+        """Makes a section for each source alone, with its path, pattern, field and ids."""
         alone = dataclasses.replace(self, phases=())
         sources = self.all_sources()
         replace = dataclasses.replace
         return [
-            replace(alone, sources=(s,), path=s.path, pattern=s.pattern, field=s.field)
+            replace(alone, sources=(s,), path=s.path, pattern=s.pattern, field=s.field, ids=s.ids)
             for s in sources
         ]
 

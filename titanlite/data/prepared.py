@@ -20,7 +20,7 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import Tokenizer
 
 # Settings of a source of text
-TEXT_DEFAULTS = {"pattern": "**/*", "field": "text", "validation": ""}
+TEXT_DEFAULTS = {"pattern": "**/*", "field": "text", "ids": "auto", "validation": ""}
 
 
 def is_prepared(folder: Path) -> bool:

@@ -81,6 +81,15 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(job, "CUT", 5_000)
 
 
+def test_several_kinds_of_files_are_announced(tmp_path, capsys):
+    """A README beside rows is a text like any other; the user sees that it is one."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/README.md").write_text("About the rows.\n")
+    (tmp_path / "in/rows.jsonl").write_text('{"text": "one"}\n' * 30)
+    prepared(tmp_path / "made", tmp_path / "in")
+    assert "1 of text, 1 of jsonl" in capsys.readouterr().err
+
+
 def test_every_document_is_there_once(tmp_path):
     expected = fill(tmp_path / "source", 300)
     folder = prepared(tmp_path / "out", tmp_path / "source", "--workers", 1)

@@ -216,7 +216,8 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, numbe
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("pattern", "*.txt"), ("field", "content"), ("validation", "held")]
+    ("name", "value"),
+    [("pattern", "*.txt"), ("field", "content"), ("ids", "uint16"), ("validation", "held")],
 )
 def test_settings_without_effect_on_a_prepared_folder_are_refused(tmp_path, name, value):
     (tmp_path / "a.txt").write_text("one\n" * 100)

@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 import zstandard
 from messages import refused
 
@@ -40,6 +41,8 @@ SOURCE = Source("x")
         ("a.txt", ("é" * 3000).encode(), "text"),
         ("train.bin", IDS, "tokens"),
         ("a.npk", np.array([20240520, 1, 3], "<i4").tobytes() + bytes(1012) + b"123456", "tokens"),
+        ("ids.npy", IDS, "tokens"),
+        ("a.npy", b"\x93NUMPY...", "tokens"),
         ("a", b"PAR1....", "parquet"),
     ],
 )
@@ -56,10 +59,11 @@ def test_contents_decide(tmp_path, name, content, expected, compress):
     assert (compression == "") == (compress is bytes)
 
 
+@pytest.mark.parametrize("name", ["train.bin", "part-0.npy"])
 @pytest.mark.parametrize("first", [640, 1152, 35615, 65534, 65279, int.from_bytes(b"BZ", "little")])
-def test_a_bin_may_begin_with_any_id(tmp_path, first):
+def test_a_file_of_ids_may_begin_with_any_id(tmp_path, name, first):
     """The bytes of these ids begin files of other formats: pickle, gzip, UTF-16, bzip2."""
-    path = tmp_path / "train.bin"
+    path = tmp_path / name
     path.write_bytes(
         np.array([first, int.from_bytes(b"h\0", "little"), *range(3000)], "<u2").tobytes()
     )
@@ -67,12 +71,24 @@ def test_a_bin_may_begin_with_any_id(tmp_path, first):
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"), [(b"PK\x03\x04...", "zip"), (b"\x93NUMPY...", "NumPy")]
+    ("content", "expected"),
+    [
+        (b"PK\x03\x04...", "zip"),
+        (b"LITPKDS" + bytes(30), "tail -c +25"),
+        (b"GGUF\x03\0\0\0", "GGUF"),
+        (b"\xff\xff\xff\xff\x10\0", "hf:FOLDER"),
+    ],
 )
 def test_a_bin_of_another_format_is_named(tmp_path, content, expected):
     (tmp_path / "a.bin").write_bytes(content)
     with refused(str(tmp_path / "a.bin"), expected):
         detect(tmp_path / "a.bin", SOURCE)
+
+
+def test_a_tensor_that_torch_saved_is_named(tmp_path):
+    torch.save(torch.arange(99), tmp_path / "ids.bin")
+    with refused(str(tmp_path / "ids.bin"), "torch.save", "numpy.save"):
+        detect(tmp_path / "ids.bin", SOURCE)
 
 
 def test_megatron_files_belong_together(tmp_path):
@@ -89,7 +105,6 @@ def test_megatron_files_belong_together(tmp_path):
         ("a.txt", b"caf\xe9 au lait", "UTF-8"),
         ("a.txt", "text".encode("utf-16"), "UTF-16"),
         ("a.zip", b"PK\x03\x04...", "zip"),
-        ("a.npy", b"\x93NUMPY...", "NumPy"),
         ("a.pkl", b"\x80\x04...", "pickle"),
         ("a.arrow", b"ARROW1..", "hf:FOLDER"),
         ("a.json", b'[{"text": "one"}, {"text": "two"}]', "JSON array"),

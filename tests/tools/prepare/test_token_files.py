@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import tracemalloc
 from pathlib import Path
@@ -15,7 +16,8 @@ from preparing import TOKENIZER, write_megatron
 from titanlite.tools.prepare import token_files
 from titanlite.tools.prepare.job import File
 from titanlite.tools.prepare.sources import Source
-from titanlite.tools.prepare.token_files import has_documents, token_documents, token_layout
+from titanlite.tools.prepare.token_files import has_documents, token_documents
+from titanlite.tools.prepare.token_layout import token_layout
 
 BOS, EOS = TOKENIZER.bos, TOKENIZER.eos
 RANDOM = np.random.default_rng(0)
@@ -58,7 +60,8 @@ def test_documents_are_between_delimiters(tmp_path, monkeypatch, write, dtype):
     expected = write(tmp_path / "a.bin", dtype)
     file = file_of(tmp_path / "a.bin")
     # In its first 37 ids
-    assert has_documents(file, TOKENIZER) or dtype == "<u4" or write is ends_with_eos
+    layout = token_layout(file.path, file.size, TOKENIZER)
+    assert has_documents(file, layout, TOKENIZER) or dtype == "<u4" or write is ends_with_eos
     assert read(file) == expected
 
 
@@ -124,7 +127,7 @@ def test_a_damaged_index_is_found(tmp_path):
 def test_a_file_without_documents_is_cut_at_its_last_twentieth(tmp_path):
     (tmp_path / "a.bin").write_bytes(np.arange(1000, dtype="<u2").tobytes())
     file = file_of(tmp_path / "a.bin", split="tail")
-    assert not has_documents(file, TOKENIZER)
+    assert not has_documents(file, token_layout(file.path, file.size, TOKENIZER), TOKENIZER)
     found = list(token_documents(file, TOKENIZER))
     assert [document.split for document in found] == ["train", "validation"]
     assert [document.length for document in found] == [950, 50]
@@ -200,8 +203,28 @@ def read_with_index(folder: Path, data: bytes) -> None:
 
 LLMC_HEADER = np.array([20240520, 1, 286, *[0] * 253], "<i4").tobytes()
 IDS = np.arange(286, dtype="<u2").tobytes()
+NUMPY_HEADER = b"{'descr': '<u2', 'fortran_order': False, 'shape': (286,), }"
+NUMPY_IDS = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(NUMPY_HEADER)) + NUMPY_HEADER + IDS
+LITDATA_INDEX = {
+    "chunks": [{"filename": "ids.bin"}],
+    "config": {"data_format": ["no_header_tensor:20"]},
+}
+
+
+def litdata_index(folder: Path) -> list[bytes]:
+    (folder / "ids.bin").write_bytes(struct.pack("<3I", 1, 12, 12 + len(IDS)) + IDS)
+    return [json.dumps(LITDATA_INDEX).encode()]
+
+
+def read_chunk(folder: Path, data: bytes) -> None:
+    (folder / "index.json").write_bytes(data)
+    build_data(Source(str(folder / "ids.bin")), folder / "made")
+
+
 FUZZED = {
     "token ids with a header": of_source("bytes", "ids.bin", LLMC_HEADER + IDS),
     "token ids": of_source("bytes", "ids.bin", IDS),
+    "NumPy ids": of_source("bytes", "ids.npy", NUMPY_IDS),
+    "litdata index": Reader("text", litdata_index, read_chunk),
     "Megatron index": Reader("bytes", megatron_index, read_with_index),
 }

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from titanlite.config.load import flavors, load_config
-from titanlite.config.schema import FROM_CHECKPOINT
+from titanlite.config.schema import FROM_CHECKPOINT, ID_TYPES
 from titanlite.data.prepared import is_prepared
 from titanlite.data.verification import verify_changed
 from titanlite.runtime.errors import ConfigError
@@ -24,15 +24,15 @@ from titanlite.tools.prepare.job import NAME, NO_CHAT, ChatConfig, differences, 
 from titanlite.tools.prepare.plan_job import plan_job
 from titanlite.tools.prepare.sources import Found, Keys, Source, find, require_apart
 
-KEYS = Keys("SOURCE", "--pattern", "--field", "--validation")
+KEYS = Keys("SOURCE", "--pattern", "--field", "--validation", "--ids")
 USAGE = """titanlite prepare SOURCE... --out FOLDER [options]
        titanlite prepare --inspect FOLDER
        titanlite prepare [CONFIG] [--section.key=value ...]"""
 EPILOG = """\
 A SOURCE is a text file, JSON lines, Parquet, or a folder of these; token ids of nanoGPT or llm.c
-(.bin), Megatron (.bin with .idx) or datatrove (.ds with .ds.index); hf:NAME[:CONFIG[:SPLIT]] for a
-data set of the package datasets; or python-stdlib. Text and JSON lines may be compressed with gzip
-or zstd. Kinds are detected from the contents.
+(.bin), OLMo or NumPy (.npy), litdata (chunk-*.bin), Megatron (.bin with .idx) or datatrove (.ds
+with .ds.index); hf:NAME[:CONFIG[:SPLIT]] for a data set of the package datasets; or python-stdlib.
+Text and JSON lines may be compressed with gzip or zstd. Kinds are detected from the contents.
 
 Train on the result with --data.path=FOLDER. An interrupted command goes on when it is repeated.
 Without --out and --inspect, the arguments are those of `titanlite train`, and its data is prepared
@@ -121,6 +121,13 @@ def _parser() -> StrictParser:
     for name, (default, metavar, text) in TEXTS.items():
         parser.add_argument(f"--{name}", default=default, metavar=metavar, help=text)
     parser.add_argument(
+        "--ids",
+        default="auto",
+        choices=ID_TYPES,
+        help="type of the ids in token files that do not state it (.bin, raw .npy); default: auto, "
+        "decided by the data",
+    )
+    parser.add_argument(
         "--chat",
         action="store_true",
         help="rows are conversations: messages, or a prompt and its answer; only what the "
@@ -195,7 +202,13 @@ def _prepare_sources(options: argparse.Namespace) -> int:
     sources: list[tuple[Source, Found]] = []
     for path in options.sources:
         source = Source(
-            path, options.pattern, field, options.prompt_field, options.validation, KEYS
+            path,
+            options.pattern,
+            field,
+            options.prompt_field,
+            options.validation,
+            KEYS,
+            options.ids,
         )
         if is_prepared(Path(path)):
             raise ConfigError(f"{path}: is prepared already; train on it with --data.path={path}")

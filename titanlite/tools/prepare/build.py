@@ -8,6 +8,7 @@ absent, and each step can be repeated after an interruption.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fcntl
 import hashlib
@@ -131,6 +132,8 @@ def build(
         if job.has_known_size:
             size = f"{len(job.files)} files, {job.bytes / 1e6:.1f} MB"
         log(f"preparing {job.name}: {size} from {', '.join(job.roots)}")
+        for line in _notes(job):
+            log(line)
         for path in work.glob(f"*{TEMPORARY}*"):  # a killed process has left them
             path.unlink(missing_ok=True)
         if not (work / MANIFEST).exists():
@@ -151,6 +154,23 @@ def build(
         f"prepared {tokens['train']:,} training and {tokens['validation']:,} validation tokens "
         f"in {time.monotonic() - started:.1f} s: {folder}"
     )
+
+
+def _notes(job: Job) -> list[str]:
+    """What the files were taken for, where a user may not expect it."""
+    notes = []
+    kinds = collections.Counter(file.kind for file in job.files)
+    if len(kinds) > 1:
+        counts = ", ".join(f"{count:,} of {kind}" for kind, count in kinds.items())
+        notes.append(f"the files are of several kinds: {counts}")
+    whole = [file for file in job.files if file.kind == "tokens" and file.split == "tail"]
+    if whole:
+        others = f" and {len(whole) - 1:,} more" if len(whole) > 1 else ""
+        notes.append(
+            f"{whole[0].path}{others}: neither bos nor eos is among the first ids, so the file is "
+            "one document, whose last twentieth is for validation; Megatron lists documents in .idx"
+        )
+    return notes
 
 
 def _make_parts(job: Job, work: Path, tokenizer: Tokenizer, options: Options, log: Log) -> None:

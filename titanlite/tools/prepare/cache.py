@@ -25,6 +25,7 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.sources import (
     CONFIG_KEYS,
+    RAW_NAMES,
     STDLIB,
     Found,
     Keys,
@@ -51,7 +52,15 @@ def source_of(section: DataConfig) -> Source:
     keys = CONFIG_KEYS
     if source.name:  # a table of `[[data.sources]]`
         keys = Keys(*(f"data.sources: {source.name}: {key}" for key in Keys._fields))
-    return Source(source.path or STDLIB, source.pattern, source.field, "", source.validation, keys)
+    return Source(
+        source.path or STDLIB,
+        source.pattern,
+        source.field,
+        "",
+        source.validation,
+        keys,
+        source.ids,
+    )
 
 
 def prepare(
@@ -82,6 +91,8 @@ def prepare(
             [versions(found.files), versions(held_out)],
         ]
     )
+    if any(Path(file.path).suffix in RAW_NAMES for file in found.files):
+        identity += f"type of the ids: {source.ids}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = cache / f"{found.name}-{digest}"
     if not (folder / "manifest.json").exists():

@@ -24,7 +24,8 @@ from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.documents import Document
 from titanlite.tools.prepare.job import File
-from titanlite.tools.prepare.token_files import BLOCK, DOCUMENTS, Ids, Layout, read_ids
+from titanlite.tools.prepare.token_files import BLOCK, DOCUMENTS, read_ids
+from titanlite.tools.prepare.token_layout import Ids, Layout
 
 END = np.dtype("<u8")  # where a document ends: the number of ids up to there
 WIDTHS = (2, 4)  # bytes of an id

@@ -1,9 +1,9 @@
 """What a file contains: text, rows or token ids, and whether it is compressed.
 
-What it is: detection by the first bytes, and by the name (.bin, .idx, .ds, .jsonl) only where they
-are ambiguous. JSON lines and binary files are never read as text; the error for a known but
-unsupported format names it. A .bin may begin with any two ids, so that only marks of at least four
-bytes count there.
+What it is: detection by the first bytes, and by the name (.bin, .npy, .idx, .ds, .jsonl, .csv) only
+where they are ambiguous. JSON lines, tables and binary files are never read as text; the error for
+a known but unsupported format names it and the command that converts it. A .bin, or a .npy without
+NumPy's header, may begin with any two ids, so that only marks of at least four bytes count there.
 What it costs: 4 KB of each file are read, once per preparation; of a long first line of JSON up to
 1 MB.
 """
@@ -11,35 +11,49 @@ What it costs: 4 KB of each file are read, once per preparation; of a long first
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
-from titanlite.config.mistakes import suggestion
 from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.prepare.compressed import COMPRESSIONS, damaged, open_file, unreadable
 from titanlite.tools.prepare.documents import BYTE_ORDER_MARK
-from titanlite.tools.prepare.sources import DATATROVE_COMPANIONS, Source
+from titanlite.tools.prepare.fields import CONVERSATIONS, IN_JSON, other_fields, with_chat
+from titanlite.tools.prepare.litdata_chunk import INDEX, chunk_names, read_index
+from titanlite.tools.prepare.sources import DATATROVE_COMPANIONS, RAW_NAMES, Source
 
 SAMPLE = 4096  # bytes that are read
 LONG_LINE = 1 << 20  # and bytes of a first line of JSON that is longer
 ROW_NAMES = (".jsonl", ".ndjson")
+TABLES = {".csv": "", ".tsv": ", delimiter='\\t'"}  # and what Python's csv module is told
 FOREIGN = {  # magic bytes -> (what it is, what to do)
     b"PK\x03\x04": ("a zip archive", "unpack it"),
     b"\xfd7zXZ": ("an xz file", "unpack it, or pack it with gzip or zstd"),
     b"BZh": ("a bzip2 file", "unpack it, or pack it with gzip or zstd"),
     b"ARROW1": ("an Arrow file", "give the data set's folder as hf:FOLDER"),
+    b"\xff\xff\xff\xff": ("an Arrow stream", "give the data set's folder as hf:FOLDER"),
     b"%PDF": ("a PDF", "extract its text"),
     b"\xff\xfe": ("UTF-16 text", "convert it to UTF-8"),
     b"\xfe\xff": ("UTF-16 text", "convert it to UTF-8"),
     b"\x80\x02": ("a pickle", "pickles are not read: they can run code"),
     b"\x80\x04": ("a pickle", "pickles are not read: they can run code"),
-    b"\x93NUMPY": ("a NumPy file", "write its ids as raw uint16 or uint32"),
+    b"LITPKDS": (
+        "a chunk of lit-gpt's PackedDataset",
+        "remove its header of 24 bytes: tail -c +25 FILE > ids.bin",
+    ),
+    b"GGUF": ("a GGUF model", "expected text, rows or token ids"),
+    b"\x89HDF\r\n": ("an HDF5 file", "write its ids with numpy.save"),
 }
 WEAK = 4  # bytes; shorter magic bytes may be the first ids of a .bin
 # Magic bytes, method, flags, time, level: RFC 1952
 GZIP = re.compile(rb"\x1f\x8b\x08[\x00-\x1f].{4}[\x00\x02\x04]", re.DOTALL)
 DATATROVE_FILES = tuple(f".ds{suffix}" for suffix in DATATROVE_COMPANIONS)
 MEGATRON = b"MMIDIDX\x00\x00"
+# How Megatron's preprocess_data, and Pythia's shards of its files, end
+MEGATRON_NAME = re.compile(r"(^|_)(document|sentence)(-\d+-of-\d+)?\.bin")
+NUMPY = b"\x93NUMPY"
+# A zip archive's first file in a file of torch.save
+TORCH = re.compile(rb"PK\x03\x04.{26}[^/]{1,80}/(data\.pkl|\.format_version|\.data)", re.DOTALL)
 # An array of objects: Markdown and TOML can begin with [, too
 ARRAY = re.compile(rb'(\xef\xbb\xbf)?\s*\[\s*\{\s*"')
 # The magic number in the header of llm.c's token files -> type of its ids
@@ -54,7 +68,7 @@ def detect(path: Path, source: Source) -> tuple[str, str]:
     """
     if path.suffix == ".ds":
         return "datatrove", ""
-    if path.name.endswith(DATATROVE_FILES):
+    if path.name.endswith(DATATROVE_FILES) or _describes_others(path):
         return "", ""
     compression = ""
     try:
@@ -63,7 +77,7 @@ def detect(path: Path, source: Source) -> tuple[str, str]:
         for name, magic in COMPRESSIONS.items():
             if start.startswith(magic):
                 compression = name
-        if compression == "gzip" and path.suffix == ".bin" and not GZIP.match(start):
+        if compression == "gzip" and path.suffix in RAW_NAMES and not GZIP.match(start):
             compression = ""  # the two bytes are its first id
         with open_file(path, compression) as file:
             sample = file.read(SAMPLE)
@@ -85,18 +99,68 @@ def detect(path: Path, source: Source) -> tuple[str, str]:
         return "megatron", compression
     if int.from_bytes(sample[:4], "little") in LLMC and len(sample) >= 1024:
         return "tokens", compression
+    if sample.startswith(NUMPY):
+        return "tokens", compression
+    if TORCH.match(sample):
+        raise ConfigError(
+            f"{path}: is a file of torch.save; write its ids with numpy.save(FILE, ids.numpy())"
+        )
     for magic, (content, remedy) in FOREIGN.items():
-        if sample.startswith(magic) and (len(magic) >= WEAK or path.suffix != ".bin"):
+        if sample.startswith(magic) and (len(magic) >= WEAK or path.suffix not in RAW_NAMES):
             raise ConfigError(f"{path}: is {content}; {remedy}")
     named = path.name.removesuffix(".gz").removesuffix(".zst").endswith(ROW_NAMES)
     if not _is_text(sample) and not named:  # among rows, some may be text
-        if path.suffix == ".bin":
+        if path.suffix in RAW_NAMES:
+            if MEGATRON_NAME.search(path.name) and source.ids == "auto":
+                raise ConfigError(
+                    f"{path}: is named as Megatron's, whose documents are in "
+                    f"{path.with_suffix('.idx').name}, which is not beside it: put it there, or "
+                    f"name the type of its ids by {source.keys.ids} to read them as one sequence"
+                )
             return "tokens", compression
         problem = "contains a NUL byte, so it is not text" if b"\0" in sample else "not UTF-8 text"
-        raise ConfigError(f"{path}: {problem}; select the text files with {source.keys.pattern}")
+        raise ConfigError(
+            f"{path}: {problem}; select the text files with {source.keys.pattern} (token ids are "
+            "read from .bin and .npy)"
+        )
     if _is_rows(path, sample, source, named):
         return "jsonl", compression
+    _require_prose(path, sample, source)
     return "text", compression
+
+
+def _describes_others(path: Path) -> bool:
+    """Whether a file only describes token ids beside it, by litdata or dolma."""
+    if path.name == INDEX:
+        return any(path.with_name(name).is_file() for name in chunk_names(read_index(path.parent)))
+    name = path.name.removesuffix(".csv.gz")
+    return name != path.name and path.with_name(name + ".npy").is_file()
+
+
+def _require_prose(path: Path, sample: bytes, source: Source) -> None:
+    """Raises ConfigError for a table, or for JSON that is a conversation or a list of rows."""
+    name = path.name.removesuffix(".gz").removesuffix(".zst")
+    suffix = Path(name).suffix.lower()
+    if suffix in TABLES:
+        target = shlex.quote(Path(name).stem + ".jsonl")
+        unpack = "" if name == path.name else "unpack it, then "
+        raise ConfigError(
+            f"{path}: is a table ({suffix}), not prose; {unpack}write its rows as JSON lines: "
+            'python -c "import csv, json, sys; csv.field_size_limit(2**30); [print(json.dumps(row))'
+            " for row in csv.DictReader(open(sys.argv[1], newline='', encoding='utf-8-sig')"
+            f'{TABLES[suffix]})]" {shlex.quote(str(path.with_name(name)))} > {target}'
+        )
+    if suffix == ".json" and (ARRAY.match(sample) or IN_JSON.search(sample)):
+        parts = ".[]" if ARRAY.match(sample) else "."
+        rows = Path(name).stem + ".jsonl"
+        conversation = IN_JSON.search(sample)
+        then = ""
+        if conversation:
+            then = f", then {with_chat(rows, conversation[1].decode())}"
+        raise ConfigError(
+            f"{path}: is rows in JSON, not prose; write one object per line: "
+            f"jq -c '{parts}' {shlex.quote(str(path))} > {shlex.quote(rows)}{then}"
+        )
 
 
 def _is_text(sample: bytes) -> bool:
@@ -137,12 +201,16 @@ def _is_rows(path: Path, sample: bytes, source: Source, named: bool) -> bool:
             f"{path}: is one JSON array; write one object per line (jq -c '.[]' FILE > FILE.jsonl)"
         )
     with_field = sum(source.field in value for value in objects)
+    conversations = sum(
+        any(isinstance(value.get(name), list) for name in CONVERSATIONS) for value in objects
+    )
     all_objects = len(lines) > 1 and len(objects) == len(lines)
-    most_have_field = len(lines) > 0 and 2 * with_field >= len(lines)  # some may be broken
+    # Some may be broken
+    most_have_field = len(lines) > 0 and 2 * max(with_field, conversations) >= len(lines)
     is_rows = named or all_objects or most_have_field
     if is_rows and objects and not with_field:
         names = list(objects[0])
-        hint = suggestion(source.field, names) or f"; it has {', '.join(names[:20])}"
+        hint = other_fields(str(path), source.field, names)
         raise ConfigError(
             f"{path}: its rows have no field {source.keys.field} = {source.field!r}{hint}"
         )

@@ -10,8 +10,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
+from titanlite.tools.prepare.fields import other_fields
 from titanlite.tools.prepare.sources import HUB, Source
 
 
@@ -49,7 +49,7 @@ def num_shards(source: Source) -> int:
     data = open_hub(source.path)
     names = _columns(source.path)
     if names and source.field not in names:
-        hint = suggestion(source.field, names) or f"; it has {', '.join(names[:20])}"
+        hint = other_fields(source.path, source.field, names)
         raise ConfigError(
             f"{source.path}: has no column {source.keys.field} = {source.field!r}{hint}"
         )

@@ -36,7 +36,8 @@ IDS = ("tokens", "megatron", "datatrove")  # kinds of files of token ids
 NAME = "job.json"  # the file of a job
 REFUSED = "refused"  # beside it: the attempt ended because its input or its options are wrong
 LARGEST = 1 << 30  # bytes of a file of the working folder
-OPTIONS = ("field", "prompt_field", "drop_duplicates")  # settings with an option of their name
+# Settings with an option of their name
+OPTIONS = ("field", "prompt_field", "drop_duplicates", "ids")
 
 
 class File(NamedTuple):
@@ -106,6 +107,7 @@ class Job:
     chat: ChatConfig = NO_CHAT
     uncut: bool = False  # the tokenizer encodes documents as a whole
     separate_validation: bool = False  # the files of split `validation` are of another source
+    ids: str = "auto"  # the type of the ids in files that do not state it; auto: by the data
     format: int = FORMAT
     cut: Count = dataclasses.field(default_factory=lambda: CUT)  # bytes; smaller files are not cut
 

@@ -135,7 +135,7 @@ def read_documents(job: Job, piece: Piece, tokenizer: Tokenizer) -> Iterator[Doc
     if piece.file.kind == "datatrove":
         return datatrove_documents(piece.file, tokenizer)
     if piece.file.kind in IDS:
-        return token_documents(piece.file, tokenizer)
+        return token_documents(piece.file, tokenizer, job.ids)
     return row_documents(job, piece)
 
 

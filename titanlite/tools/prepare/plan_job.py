@@ -14,6 +14,7 @@ from pathlib import Path
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import BUNDLED, Tokenizer
 from titanlite.tools.prepare.detect_content import detect
+from titanlite.tools.prepare.foreign_folders import foreign_folders
 from titanlite.tools.prepare.hub_rows import num_shards
 from titanlite.tools.prepare.job import (
     HOLDOUT,
@@ -38,6 +39,7 @@ from titanlite.tools.prepare.sources import (
     with_companions,
 )
 from titanlite.tools.prepare.token_files import has_documents
+from titanlite.tools.prepare.token_layout import Layout, token_layout
 
 ROWS = ("jsonl", "parquet", "hf")  # kinds of files with fields
 MOST_PROBLEMS = 10  # shown in a message
@@ -55,7 +57,7 @@ def plan_job(
     compare, a prompt.
     """
     first = sources[0][0]
-    files = []
+    files: list[File] = []
     roots = []
     for source, found in sources:
         files += _files(source, found, "", tokenizer)
@@ -80,6 +82,7 @@ def plan_job(
         chat=chat,
         uncut=tokenizer.whole_documents,
         separate_validation=bool(first.validation),
+        ids=first.ids,
     )
     for file in files:
         if chat.template and file.kind not in ROWS:
@@ -94,6 +97,11 @@ def plan_job(
         raise ConfigError(
             f"{files[0].path}: contains {files[0].kind}, which has no field {job.prompt_field!r}"
         )
+    if job.ids != "auto" and not any(file.kind == "tokens" for file in files):
+        raise ConfigError(
+            f"{first.keys.ids} = {job.ids!r}: has no effect: {files[0].path} contains "
+            f"{files[0].kind}, expected token ids in .bin or .npy; remove it"
+        )
     return job
 
 
@@ -102,10 +110,17 @@ def _files(source: Source, found: Found, split: str, tokenizer: Tokenizer) -> li
     if source.path.startswith(HUB):
         return _hub_shards(source, split or "hash")
     files: list[File] = []
+    layouts: dict[str, Layout] = {}
     problems: list[str] = []
-    for file in found.files:
+    if source.path not in ("", STDLIB):
+        problems = foreign_folders(found.files)
+    for file in [] if problems else found.files:
         try:
             kind, compression = _detect(file, source)
+            if kind == "tokens":
+                layouts[file.path] = token_layout(
+                    file.path, file.size, tokenizer, source.ids, source.keys.ids
+                )
         except ConfigError as error:
             problems += error.problems
             continue
@@ -119,6 +134,7 @@ def _files(source: Source, found: Found, split: str, tokenizer: Tokenizer) -> li
     if not files and not problems:
         path = found.files[0].path
         problems = [f"{path}: is read with the token ids that it describes; give their file"]
+    problems = list(dict.fromkeys(problems))  # of a folder's chunks, once
     if len(problems) > MOST_PROBLEMS:
         omitted = len(problems) - MOST_PROBLEMS
         problems = [*problems[:MOST_PROBLEMS], f"and {omitted} more"]
@@ -126,7 +142,7 @@ def _files(source: Source, found: Found, split: str, tokenizer: Tokenizer) -> li
         raise ConfigError(problems)
     if split:
         return files
-    return _with_splits(files, tokenizer)
+    return _with_splits(files, layouts, tokenizer)
 
 
 def _detect(file: FoundFile, source: Source) -> tuple[str, str]:
@@ -141,8 +157,11 @@ def _detect(file: FoundFile, source: Source) -> tuple[str, str]:
     return kind, compression
 
 
-def _with_splits(files: list[File], tokenizer: Tokenizer) -> list[File]:
-    """The files, each with the split of its documents, where validation has no separate source."""
+def _with_splits(files: list[File], layouts: dict[str, Layout], tokenizer: Tokenizer) -> list[File]:
+    """The files, each with the split of its documents, where validation has no separate source.
+
+    `layouts`: of the files of token ids, by their paths.
+    """
     texts = [file for file in files if file.kind == "text"]
     held_out = {file.path for file in texts if is_held_out(file.relative)}
     # Whether both splits have a file of text; an empty one does not count
@@ -153,7 +172,7 @@ def _with_splits(files: list[File], tokenizer: Tokenizer) -> list[File]:
             if not holds_out_files:
                 return "tail"
             return "validation" if file.path in held_out else "train"
-        if file.kind == "tokens" and not has_documents(file, tokenizer):
+        if file.kind == "tokens" and not has_documents(file, layouts[file.path], tokenizer):
             return "tail"
         return "hash"
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from titanlite.config.mistakes import suggestion
 from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.chat.conversation import ChatEncoder, messages_of
@@ -31,6 +30,7 @@ from titanlite.tools.prepare.compressed import (
     unreadable,
 )
 from titanlite.tools.prepare.documents import BYTE_ORDER_MARK, MAX_DOCUMENT, BadRow, Document
+from titanlite.tools.prepare.fields import CONVERSATIONS, MESSAGE, NEEDS_CHAT, other_fields
 from titanlite.tools.prepare.hub_rows import hub_problem, open_hub
 from titanlite.tools.prepare.job import ChatConfig, File, Job, Piece
 from titanlite.tools.prepare.parquet_reader import (
@@ -133,6 +133,8 @@ def _document(row: int, values: Any, job: Job, split: str) -> Document | BadRow 
         value = values[name] if name else ""  # there may be no prompt field
         if value is None and name == job.prompt_field:
             value = ""
+        if name in CONVERSATIONS and (not isinstance(value, str) or MESSAGE.match(value)):
+            return BadRow(row, f"field {name!r} is a conversation; {NEEDS_CHAT}")
         if not isinstance(value, str):
             return BadRow(row, f"field {name!r} is of type {type(value).__name__}, expected text")
         if "\0" in value:
@@ -297,10 +299,12 @@ def _check_columns(file: File, columns: list[str], table: Table, nested: bool) -
     """Raises ConfigError if a column is absent or has no text; `nested`: nor messages."""
     for name in columns:
         if name not in table.types:
-            hint = suggestion(name, table.names) or f"; it has {', '.join(table.names[:20])}"
+            hint = other_fields(file.path, name, table.names)
             raise ConfigError(f"{file.path}: has no column {name!r}{hint}")
         if nested and table.types[name].startswith(LISTS):
             continue
+        if name in CONVERSATIONS and table.types[name].startswith(LISTS):
+            raise ConfigError(f"{file.path}: column {name!r} has conversations; {NEEDS_CHAT}")
         if "string" not in table.types[name]:
             raise ConfigError(
                 f"{file.path}: column {name!r} is of type {table.types[name]}, expected string"

@@ -26,6 +26,7 @@ from titanlite.runtime.errors import ConfigError
 
 STDLIB = "python-stdlib"
 HUB = "hf:"
+RAW_NAMES = (".bin", ".npy")  # of files of token ids, with or without a header
 DATATROVE_COMPANIONS = (".index", ".metadata", ".loss")
 NO_CORPUS = {
     "test",
@@ -45,6 +46,7 @@ class Keys(NamedTuple):
     pattern: str = "data.pattern"
     field: str = "data.field"
     validation: str = "validation"
+    ids: str = "data.ids"
 
 
 CONFIG_KEYS = Keys()
@@ -60,11 +62,12 @@ class Source:
     prompt_field: str = ""  # the field with text before it, which is not trained on
     validation: str = ""  # another source, of validation documents; empty: a part of this one
     keys: Keys = CONFIG_KEYS
+    ids: str = "auto"  # the type of the ids in files that do not state it; auto: by the data
 
     def held_out(self) -> Source:
         """The source of the validation documents, if they are not a part of this one."""
         keys = self.keys._replace(path=self.keys.validation)
-        return Source(self.validation, "**/*", self.field, self.prompt_field, "", keys)
+        return Source(self.validation, "**/*", self.field, self.prompt_field, "", keys, self.ids)
 
 
 class FoundFile(NamedTuple):
@@ -185,12 +188,13 @@ def _with_size(path: Path, relative: str) -> FoundFile:
 def with_companions(file: FoundFile) -> list[FoundFile]:
     """A file and those that are read with it.
 
-    They are Megatron's index of a .bin, and datatrove's index and description of a .ds.
+    They are Megatron's or litdata's index of a .bin, and datatrove's index and description of a
+    .ds.
     """
     path = Path(file.path)
     names = []
     if path.suffix == ".bin":
-        names = [path.with_suffix(".idx").name]
+        names = [path.with_suffix(".idx").name, "index.json"]
     elif path.suffix == ".ds":
         names = [path.name + suffix for suffix in DATATROVE_COMPANIONS]
     relative = PurePosixPath(file.relative)

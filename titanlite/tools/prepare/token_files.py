@@ -1,4 +1,4 @@
-"""Token ids that other programs wrote: nanoGPT's and llm.c's .bin, Megatron's .bin with .idx.
+"""Token ids that other programs wrote, as `token_layout.py` finds them in .bin and .npy.
 
 What it is: the ids as they are, without a bos or eos around a document. Megatron's index lists the
 documents. The other files are one sequence of ids; documents are between occurrences of the
@@ -17,43 +17,34 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import Tokenizer
-from titanlite.tools.prepare.detect_content import LLMC, MEGATRON
 from titanlite.tools.prepare.documents import Document
 from titanlite.tools.prepare.job import HOLDOUT, File
+from titanlite.tools.prepare.token_layout import (
+    INDEX_HEADER,
+    Ids,
+    Layout,
+    megatron_header,
+    token_layout,
+)
 
 # Ids that are read at a time; also the most that are hashed to choose a document's split
 BLOCK = 1 << 20
 DOCUMENTS = 1 << 16  # documents whose places are read from an index at a time
-LLMC_HEADER = 1024  # bytes
-INDEX_HEADER = np.dtype(
-    [("magic", "S9"), ("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("bounds", "<u8")]
-)
-DTYPES = {3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron's codes of integers that ids can be
-
-Ids = np.ndarray[Any, Any]
 
 
-class Layout(NamedTuple):
-    """Where the ids are in a file."""
-
-    dtype: np.dtype[Any]
-    offset: int  # bytes of the header
-    num_ids: int
-    made_with: str = ""  # what another file says of the tokenizer
-
-
-def token_documents(file: File, tokenizer: Tokenizer) -> Iterator[Document]:
-    """The documents of a file.
+def token_documents(file: File, tokenizer: Tokenizer, ids: str = "auto") -> Iterator[Document]:
+    """The documents of a file. `ids`: the type of its ids, if the user named it.
 
     Raises ConfigError for a damaged file, or an id beyond the vocabulary.
     """
-    layout = token_layout(file.path, file.size, tokenizer)
+    named = ids if file.kind == "tokens" else "auto"
+    layout = token_layout(file.path, file.size, tokenizer, named)
     if file.split == "tail":
         cut = layout.num_ids - layout.num_ids // HOLDOUT
         bounds = iter([(0, cut, "train"), (cut, layout.num_ids, "validation")])
@@ -69,46 +60,8 @@ def token_documents(file: File, tokenizer: Tokenizer) -> Iterator[Document]:
             row += 1
 
 
-def token_layout(path: str, size: int, tokenizer: Tokenizer) -> Layout:
-    """The layout of a file, from its header, its index, or a look at its ids.
-
-    Raises ConfigError for a wrong size.
-    """
-    start = np.fromfile(path, "<u4", 1024)
-    index = Path(path).with_suffix(".idx")
-    offset = 0
-    dtype: np.dtype[Any] = np.dtype("<u2")
-    if len(start) and int(start[0]) in LLMC:
-        if size < LLMC_HEADER:
-            raise ConfigError(
-                f"{path}: {size} bytes, fewer than its header of {LLMC_HEADER}; it is truncated"
-            )
-        offset = LLMC_HEADER
-        dtype = np.dtype(LLMC[int(start[0])])
-        stated_ids = int(start[2])
-        if size - offset != stated_ids * dtype.itemsize:
-            num_ids = (size - offset) // dtype.itemsize
-            raise ConfigError(
-                f"{path}: its header says {stated_ids} ids at byte 8, but {num_ids} follow; "
-                "it is truncated"
-            )
-    elif index.is_file():
-        type_code, _, _ = _header(index)
-        dtype = np.dtype(DTYPES[type_code])
-    elif size % 4 == 0 and len(start) > 1 and int(start.max()) < max(tokenizer.size, 1 << 16):
-        # Two ids of 16 bits would be a larger number, unless each second one is 0
-        dtype = np.dtype("<u4")
-    if (size - offset) % dtype.itemsize:
-        raise ConfigError(
-            f"{path}: {size} bytes, not a whole number of {dtype.itemsize}-byte ids; "
-            "it is truncated"
-        )
-    return Layout(dtype, offset, (size - offset) // dtype.itemsize)
-
-
-def has_documents(file: File, tokenizer: Tokenizer) -> bool:
+def has_documents(file: File, layout: Layout, tokenizer: Tokenizer) -> bool:
     """Whether the first ids contain a bos or eos."""
-    layout = token_layout(file.path, file.size, tokenizer)
     ids = np.fromfile(file.path, layout.dtype, BLOCK, offset=layout.offset)
     return bool(np.isin(ids, [tokenizer.bos, tokenizer.eos]).any())
 
@@ -154,22 +107,6 @@ def _delimited(file: File, layout: Layout, tokenizer: Tokenizer) -> Iterator[tup
     yield begin, layout.num_ids
 
 
-def _header(index: Path) -> tuple[int, int, int]:
-    """(code of the type, number of sequences, number of document bounds) of Megatron's index."""
-    header = np.fromfile(index, INDEX_HEADER, 1)
-    magic = MEGATRON.rstrip(b"\0")  # numpy drops the zeros at the end of a string
-    if not len(header) or header[0]["magic"] != magic or header[0]["version"] != 1:
-        raise ConfigError(
-            f"{index}: not a Megatron index of version 1: "
-            f"its first {INDEX_HEADER.itemsize} bytes differ"
-        )
-    code = int(header[0]["dtype"])
-    if code not in DTYPES:
-        allowed = ", ".join(map(str, DTYPES))
-        raise ConfigError(f"{index}: type {code} at byte 17; expected one of {allowed} (integers)")
-    return code, int(header[0]["sequences"]), int(header[0]["bounds"])
-
-
 class Index(NamedTuple):
     """Megatron's index, mapped into memory."""
 
@@ -191,7 +128,7 @@ class Index(NamedTuple):
 
 def _open_index(path: Path) -> Index:
     """Raises ConfigError if its size does not fit its header."""
-    _, sequences, num_bounds = _header(path)
+    _, sequences, num_bounds = megatron_header(path)
     sizes_at = INDEX_HEADER.itemsize
     pointers_at = sizes_at + 4 * sequences
     bounds_at = pointers_at + 8 * sequences

@@ -1,0 +1,40 @@
+"""What a message says about fields: the nearest name, or that they hold conversations."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from titanlite.config.mistakes import suggestion
+
+CONVERSATIONS = ("messages", "conversations", "conversation")
+IDS = ("input_ids", "token_ids", "tokens")
+# The start of a list of messages in JSON, in a field of such a name
+IN_JSON = re.compile(
+    rb'"(messages|conversations?)"\s*:\s*\[\s*\{\s*"(?:role|content|from|value)"\s*:'
+)
+MESSAGE = re.compile(r'\s*\[\s*\{\s*"(?:role|content|from|value)"\s*:')
+NEEDS_CHAT = "conversations need titanlite prepare --chat"
+
+
+def with_chat(path: str, field: str) -> str:
+    """The command that prepares conversations."""
+    option = "" if field == "messages" else f" --field {field}"
+    return f"titanlite prepare {shlex.quote(path)} --chat{option} --out FOLDER"
+
+
+def other_fields(path: str, field: str, names: list[str]) -> str:
+    """What to do where rows lack a field: the end of a message, after what it is that they lack."""
+    for name in CONVERSATIONS:
+        if name in names:
+            return (
+                f"; its {name} are conversations: {with_chat(path, name)}, "
+                "then train with --data.path=FOLDER"
+            )
+    for name in IDS:
+        if name in names:
+            return (
+                f"; its {name} are token ids, which are read from .bin and .npy: write them with "
+                f"numpy.save('ids.npy', numpy.concatenate([row[{name!r}] for row in rows]))"
+            )
+    return suggestion(field, names) or f"; it has {', '.join(names[:20])}"
