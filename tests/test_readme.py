@@ -152,7 +152,7 @@ def test_the_first_screen_has_what_a_stranger_looks_for():
 def test_the_figures_of_the_first_screen_are_those_of_the_results():
     """The largest error in fp32 of all layouts, and the row of each size in its table."""
     stored = json.loads((RESULTS / "2026-11-27-verify.json").read_text())["results"]
-    drawn = json.loads((RESULTS / "2026-11-26-drawn_layouts.json").read_text())
+    drawn = json.loads((RESULTS / "2026-11-27-drawn_layouts.json").read_text())
     layouts = [row for part in stored.values() for row in part["rows"]] + drawn
     assert all(row["passed"] for row in layouts)
     fp32 = [row for row in layouts if not re.search("float8|bfloat16|float16", row["layout"])]
