@@ -560,8 +560,13 @@ def test_adapters_that_do_not_fit_are_refused(peft_folder, base_run, tmp_path):
         open_full_state(peft_folder)
     with refused(str(peft_folder), "is in PEFT's format"):
         open_adapter(peft_folder)
+    with refused("is a file of adapters", f"give its folder: {peft_folder}"):
+        open_adapter(peft_folder / "adapter_model.safetensors")
     (peft_folder / "adapter_model.safetensors").unlink()
-    with refused(str(peft_folder), "has no adapter_model.safetensors"):
+    (peft_folder / "adapter_model.bin").write_bytes(b"")
+    with refused(
+        str(peft_folder), "has no adapter_model.safetensors", "adapter_model.bin: python -c"
+    ):
         read_folder(peft_folder, SMALL)
 
 

@@ -564,7 +564,10 @@ DAMAGED = {  # of a source in that format, what has happened to it
     ),
     "hf: other RoPE": (
         "hf",
-        edited("config.json", lambda f: f.update(rope_scaling={"rope_type": "yarn"})),
+        edited(
+            "config.json",
+            lambda f: f.update(rope_scaling={"rope_type": "yarn"}, rope_parameters=None),
+        ),
     ),
     "hf: other sizes": ("hf", edited("config.json", lambda fields: fields.update(hidden_size=48))),
     "llama: cut": ("llama", truncated("consolidated.00.pth")),

@@ -206,7 +206,7 @@ def test_weights_of_older_hugging_face_folders_are_named(tmp_path, capsys):
     torch.save({}, tmp_path / "pytorch_model.bin")
     assert main(["convert", str(tmp_path), str(tmp_path.with_name("b")), "--to", "torch"]) == 2
     assert (
-        "has its weights in pytorch_model.bin; have transformers write them as saf"
+        "has its weights in .bin files; have transformers write them as saf"
         in capsys.readouterr().err
     )
 

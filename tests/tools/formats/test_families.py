@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from messages import refused
+from model_builder import SMALL
 from torch.nn.utils import parameters_to_vector
 from transformers_models import TOKENS, make
 
 from titanlite.model.attention import document_mask
+from titanlite.model.flavors import RopeScaling
 from titanlite.model.generate import generate
 from titanlite.tools.formats import check_export, huggingface_config
 from titanlite.tools.formats.convert import Options, convert
@@ -137,6 +139,35 @@ def test_one_position_more_is_seen(tmp_path, name):
         ours.windows = config.windows(128)
         with torch.no_grad():
             assert (ours(TOKENS) - theirs(TOKENS).logits).abs().max() > 1e-2
+
+
+SCALINGS = {
+    "none": None,
+    "llama3": RopeScaling(8.0, 1.0, 4.0, 32),
+    "linear": RopeScaling(4.0, kind="linear"),
+    "yarn": RopeScaling(4.0, original_context=64, kind="yarn"),
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_old_and_new_keys_of_rope_say_the_same(scaling):
+    """mlx-lm 0.32 and transformers 4 read rope_theta and rope_scaling, transformers 5 either."""
+    config = dataclasses.replace(SMALL, rope_theta=12345.0, rope_scaling=scaling)
+    fields = to_config(config, 256, "float32", 1, 2)
+    old = {name: value for name, value in fields.items() if name != "rope_parameters"}
+    new = {name: fields[name] for name in old if name not in ("rope_theta", "rope_scaling")}
+    new["rope_parameters"] = fields["rope_parameters"]
+    tables = []
+    for version in (fields, old, new):
+        read = transformers.LlamaConfig(**version)
+        assert read.rope_parameters["rope_theta"] == 12345.0
+        rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(read)
+        tables.append(torch.cat([rotary.inv_freq, torch.tensor([rotary.attention_scaling])]))
+    assert torch.equal(tables[0], tables[1])
+    assert torch.equal(tables[0], tables[2])
+    assert fields["rope_theta"] == 12345.0
+    kind = scaling.kind if scaling else None
+    assert (fields["rope_scaling"] or {}).get("rope_type") == kind
 
 
 def test_older_files_say_the_first_layer_with_the_window(tmp_path):

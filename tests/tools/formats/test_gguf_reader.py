@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 import torch
 from foreign_tokenizers import in_gguf, sentencepiece
-from fuzz_samples import LLAMA as SMALL
+from fuzz_samples import LLAMA as SMALLEST
 from fuzz_samples import Reader, read_file
 from messages import refused
-from model_builder import EXPORTED, make_file
+from model_builder import EXPORTED, SMALL, make_file
 from transformers_models import TOKENS, make
 
 from titanlite.model.flavors import FLAVORS, RopeScaling
 from titanlite.model.generate import generate
 from titanlite.tools.cli.main import main
-from titanlite.tools.formats import gguf_reader, huggingface
+from titanlite.tools.formats import gguf_file, gguf_reader, huggingface
 from titanlite.tools.formats.convert import Options, convert, load_full_state
 from titanlite.tools.formats.gguf_file import BLOCK
 from titanlite.tools.formats.huggingface import LAYER
@@ -214,6 +214,7 @@ OWN = {
     "untied": EXPORTED["untied"],
     "debug": EXPORTED["debug"],
     "scaled": SCALED,
+    "scaled, another context": EXPORTED["llama 3.1"],  # 32 tokens
     "biases": dataclasses.replace(EXPORTED["untied"], qkv_bias=True),
     "norms": dataclasses.replace(EXPORTED["untied"], qk_norm=True, explicit_head_dim=16),
 }
@@ -239,12 +240,65 @@ def test_own_exports_are_read_back(tmp_path, config, dtype):
     assert (a - b).abs().max() < 0.2
 
 
+def divisors(factor: float, context: int, width: int, theta: float) -> np.ndarray:
+    """Llama 3.1's divisors as llama.cpp's converter computes them, by wavelengths, in Python."""
+    found = []
+    for i in range(0, width, 2):
+        wavelength = 2 * math.pi * theta ** (i / width)
+        if wavelength < context / 4:
+            found.append(1.0)
+        elif wavelength > context:
+            found.append(factor)
+        else:
+            smooth = (context / wavelength - 1) / (4 - 1)
+            found.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(found, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("factor", "context", "width"),
+    [
+        (8.0, 8192, 64),
+        (32.0, 8192, 128),
+        (4.0, 16384, 64),
+        (2.5, 1000, 16),
+        (16.0, 131072, 128),
+        (4.0, 1024, 8),  # no divisor lies between 1 and the factor
+    ],
+)
+def test_a_scaling_is_found_by_its_divisors(tmp_path, monkeypatch, factor, context, width):
+    scaling = RopeScaling(factor, original_context=context)
+    small = dataclasses.replace(SMALL, num_layers=1, explicit_head_dim=width, rope_scaling=scaling)
+    make_file(tmp_path / "a.pt", small)
+    # Other software writes the divisors alone
+    monkeypatch.setattr(gguf.GGUFWriter, "add_float64", lambda *arguments: None)
+    convert(tmp_path / "a.pt", tmp_path / "a.gguf", log=quiet)
+    (tensor,) = [t for t in gguf.GGUFReader(tmp_path / "a.gguf").tensors if "rope" in t.name]
+    expected = divisors(factor, context, width, small.rope_theta)
+    assert np.allclose(tensor.data, expected, rtol=1e-6)
+    found = load_full_state(tmp_path / "a.gguf").model
+    assert found.rope_scaling.factor == factor
+    assert np.allclose(gguf_file.frequency_factors(found), expected, rtol=1e-6)
+    if ((expected > 1) & (expected < factor)).any():
+        assert found.rope_scaling == scaling
+
+
+def test_a_linear_factor_counts_without_its_type_as_in_llama_cpp(tmp_path):
+    write(tmp_path / "a.gguf", make(MODELS["qwen2"]), "F32", add_rope_scaling_factor=4.0)
+    scaling = load_full_state(tmp_path / "a.gguf").model.rope_scaling
+    assert (scaling.kind, scaling.factor) == ("linear", 4.0)
+    none = {"add_rope_scaling_type": gguf.RopeScalingType.NONE, "add_rope_scaling_factor": 4.0}
+    write(tmp_path / "b.gguf", make(MODELS["qwen2"]), "F32", **none)
+    assert load_full_state(tmp_path / "b.gguf").model.rope_scaling is None
+
+
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
         ({"add_expert_count": 8}, ("qwen2.expert_count = 8", "allowed: 0")),
         ({"add_sliding_window_pattern": 2}, ("qwen2.attention.sliding_window_pattern = 2",)),
         ({"add_rope_dimension_count": 8}, ("rope.dimension_count = 8", "16")),
+        ({"add_rope_scaling_attn_factors": 0.5}, ("rope.scaling.attn_factor = 0.5", "allowed: 1")),
     ],
     ids=str,
 )
@@ -316,7 +370,7 @@ HOSTILE = {
     ("width", "numbers", "words"),
     [
         (2**31, 4, "head_dim = 2147483648"),
-        (2**23, 4, "has 4 numbers; expected 4194304, half the width of a head"),
+        (2**23, 4, "is of shape (4,); expected 4194304 divisors"),
         (16, 2**13, "rope_freqs.weight of shape (8192,)"),
     ],
 )
@@ -443,7 +497,7 @@ def gguf_files(folder: Path) -> list[bytes]:
     follows them.
     """
     own = folder / "own.gguf"
-    scaled = dataclasses.replace(SMALL, rope_scaling=RopeScaling(8.0))
+    scaled = dataclasses.replace(SMALLEST, rope_scaling=RopeScaling(8.0))
     make_file(folder / "x.pt", scaled)
     convert(folder / "x.pt", own, Options(verify=False), log=quiet)
     other = folder / "other.gguf"

@@ -118,3 +118,33 @@ def test_params_tell_the_model(flavor):
             "use_scaled_rope": bool(config.rope_scaling),
         }
         assert meta.from_params(published | more, 128256, config.tied_embeddings) == config
+
+
+@pytest.mark.parametrize("names", ["Meta's", "torchtune's"])
+def test_a_folder_of_torchtune(tmp_path, names):
+    """Its MetaCheckpointer and its TorchTuneCheckpointer: one .bin file, and the small files of the
+    folder that the run began with.
+    """
+    weights = dict(small_model(config=EVEN).state_dict())
+    torch.save({"model": weights, "model_config": dataclasses.asdict(EVEN)}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "meta", Options("llama"), log=lambda text: None)
+    folder = tmp_path / "epoch_0"
+    folder.mkdir()
+    saved = weights
+    if names == "torchtune's":
+        saved = {
+            name.replace("attention.wq", "attn.q_proj")
+            .replace("attention.wk", "attn.k_proj")
+            .replace("attention.wv", "attn.v_proj")
+            .replace("attention.wo", "attn.output_proj")
+            .replace("attention_norm.weight", "sa_norm.scale")
+            .replace("ffn_norm.weight", "mlp_norm.scale")
+            .replace("feed_forward", "mlp"): w
+            for name, w in weights.items()
+        }
+        saved["norm.scale"] = saved.pop("norm.weight")
+    torch.save(saved, folder / "model-00001-of-00001.bin")
+    (tmp_path / "meta/params.json").rename(folder / "params.json")
+    found = load_full_state(folder)
+    assert_equal_bits(dict(sorted(weights.items())), dict(sorted(found.items())))
+    assert found.model == EVEN

@@ -346,7 +346,7 @@ FOREIGN: dict[str, tuple[list[str], str]] = {
         ["transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight", "lm_head.weight"],
         "has GPT-2's names",
     ),
-    "LitGPT": (["lm_head.weight", "transformer.h.0.attn.qkv.weight"], "has GPT-2's names"),
+    "LitGPT": (["lm_head.weight", "transformer.h.0.attn.qkv.weight"], "has litgpt's names"),
     "GPT-2": (["wte.weight", "h.0.attn.c_attn.weight", "h.0.mlp.c_fc.weight"], "has GPT-2's names"),
     "Pythia": (["gpt_neox.layers.0.mlp.dense_h_to_4h.weight"], "has GPT-NeoX's names"),
     "Megatron": (["decoder.layers.0.self_attention.linear_qkv.weight"], "has Megatron's names"),

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import pickle
+import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
-from model_builder import SMALL, assert_equal_bits, small_model
-from safetensors.torch import save_file
+from messages import refused
+from model_builder import SMALL, assert_equal_bits, make_file, small_model
+from safetensors.torch import load_file, save_file
 
 from titanlite.model.flavors import FLAVORS
 from titanlite.runtime.errors import ConfigError
@@ -111,3 +117,83 @@ def test_parts_that_are_no_model_are_named(tmp_path):
     )
     with pytest.raises(ConfigError, match="holds only training state"):
         load_full_state(tmp_path / "training-00000.safetensors")
+
+
+class NumberedStorages(pickle.Pickler):
+    """Pickles tensors as litgpt's converter does: the names of storages are integers."""
+
+    def __init__(self, file, records: list) -> None:
+        super().__init__(file, protocol=2)
+        self.records = records
+
+    def persistent_id(self, value):
+        if not isinstance(value, torch.storage.TypedStorage):
+            return None
+        self.records.append(value._untyped_storage)
+        return ("storage", torch.FloatStorage, len(self.records) - 1, "cpu", value._size())
+
+
+def save_numbered(tree: dict, path: Path) -> None:
+    program = io.BytesIO()
+    records: list = []
+    NumberedStorages(program, records).dump(tree)
+    archive = torch._C.PyTorchFileWriter(str(path))
+    for i, record in enumerate(records):
+        archive.write_record(f"data/{i}", record, record.nbytes())
+    archive.write_record("data.pkl", program.getvalue(), len(program.getvalue()))
+    archive.write_end_of_file()
+
+
+def test_storages_may_be_numbered_by_integers(tmp_path):
+    weights = dict(small_model().state_dict())
+    save_numbered(weights, tmp_path / "a.pth")
+    assert_equal_bits(weights, load_full_state(tmp_path / "a.pth"))
+
+
+FOREIGN = {
+    "litgpt's": (
+        "transformer.h.0.attn.qkv.weight",
+        [
+            "has litgpt's names",
+            "litgpt convert_from_litgpt {folder} OUT",
+            "cp {folder}/config.json",
+        ],
+    ),
+    "older litgpt's": ("transformer.h.0.attn.attn.weight", ["litgpt convert_from_litgpt"]),
+    "torchtune's adapters'": (
+        "layers.0.attn.q_proj.lora_a.weight",
+        ["has torchtune's adapters' names", "titanlite convert MODEL TARGET --adapter {folder}"],
+    ),
+    "torchtune's adapters' of an MLP": ("layers.0.mlp.w1.lora_a.weight", ["torchtune's adapters'"]),
+    "PEFT's": (
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
+        ["has PEFT's names", "--adapter {folder}"],
+    ),
+    "GPT-2's": ("transformer.h.0.attn.c_attn.weight", ["has GPT-2's names"]),
+}
+
+
+@pytest.mark.parametrize(("name", "parts"), FOREIGN.values(), ids=FOREIGN)
+def test_names_of_other_software_are_refused_with_the_next_command(tmp_path, name, parts):
+    save_numbered({name: torch.ones(4, 4)}, tmp_path / "lit_model.pth")
+    with refused("lit_model.pth", name, *(part.format(folder=tmp_path) for part in parts)):
+        load_full_state(tmp_path / "lit_model.pth")
+    with refused(f"give the file, as {tmp_path / 'lit_model.pth'}"):
+        load_full_state(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_command_for_a_pickled_file_works(tmp_path):
+    """As `litgpt convert_from_litgpt` leaves it: Hugging Face's names in model.pth."""
+    make_file(tmp_path / "a.pt", TIED)
+    folder = tmp_path / "in hf's names"
+    convert(tmp_path / "a.pt", folder, Options("hf"), log=quiet)
+    weights = load_file(folder / "model.safetensors")
+    shared = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+    torch.save(shared, folder / "model.pth")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError) as caught:
+        load_full_state(folder / "model.pth")
+    (command,) = re.findall("python -c .*", str(caught.value))
+    subprocess.run(command, shell=True, check=True)
+    assert_equal_bits(load_full_state(tmp_path / "a.pt"), load_full_state(folder))

@@ -13,6 +13,7 @@ from titanlite.tools.formats.convert import Mismatch, convert
 from titanlite.tools.formats.detect_format import READABLE
 from titanlite.tools.formats.export import DTYPES, Options
 from titanlite.tools.formats.targets import TARGETS
+from titanlite.tools.formats.torchtitan_names import GENERATIONS
 
 EXIT_MISMATCH = 1
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -39,6 +40,11 @@ def run(argv: list[str]) -> int:
         "--dtype",
         default="",
         help=f"of the weights: {', '.join(DTYPES)}, for gguf q8_0; default: the source's",
+    )
+    parser.add_argument(
+        "--names",
+        default="",
+        help=f"of the parameters in dcp: {', '.join(GENERATIONS)}; default: the first",
     )
     parser.add_argument("--step", type=_step, help="which checkpoint of a run; default: the newest")
     parser.add_argument(

@@ -121,6 +121,12 @@ def _format_of(target: Path, options: Options) -> Target:
             f"--dtype {dtype}{suggestion(dtype, list(form.dtypes))}; "
             f"allowed in {form.name}: {', '.join(form.dtypes)}"
         )
+    names = options.names
+    if names and names not in form.generations:
+        other = ", ".join(form.generations) or f"none with {form.name}"
+        raise ConfigError(
+            f"--names {names}{suggestion(names, list(form.generations))}; allowed: {other}"
+        )
     in_folder = target.suffix not in form.suffixes
     if options.shard_size and not (form.has_shards and in_folder):
         allowed = sorted(other.name for other in TARGETS.values() if other.has_shards)

@@ -37,6 +37,7 @@ from titanlite.tools.formats.step_folder import is_step_folder, open_step
 logger = logging.getLogger("titanlite")
 # The two sets of weights that a run can save: its own, and their average
 WEIGHTS = ("model", "ema")
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 READABLE = (
     "a run's or a step's folder, a stock DCP folder (.metadata), a Hugging Face folder "
     "(config.json), a folder with "
@@ -90,6 +91,8 @@ def open_adapter(
         state = _open_one(path, Selection(step=step, weights=weights))
         if adapters.holds_adapters(state):
             return state
+    if path.is_file() and (path.parent / peft.CONFIG).is_file():
+        raise ConfigError(f"{path}: is a file of adapters; give its folder: {path.parent}")
     raise ConfigError(
         f"{path}: holds no adapters; expected a run with lora.rank > 0, or a folder with "
         f"{peft.CONFIG}"
@@ -196,7 +199,7 @@ def _open(path: Path, step: int | None) -> FullState:
         return open_step(path, step)
     if stock.is_stock_dcp(path):
         return state_dicts.open_folder(path, "dcp", stock.read_folder(path))
-    if (path / "params.json").is_file() and any(path.glob("consolidated.*.pth")):
+    if meta.is_meta(path):
         return meta.open_folder(path)
     shards = shards_of(path)
     weights = shards or (path / INDEX).is_file() or (path / WHOLE).is_file()
@@ -210,9 +213,9 @@ def _open(path: Path, step: int | None) -> FullState:
             f"{path}: has its weights in the folder sharded only, from which they were not "
             f"consolidated; give {path / 'sharded'}"
         )
-    if any(path.glob("pytorch_model*.bin")):
+    if any(path.glob("pytorch_model*.bin*")):  # the weights, or torchtune's index of them
         raise ConfigError(
-            f"{path}: has its weights in pytorch_model.bin; have transformers write them as "
+            f"{path}: has its weights in .bin files; have transformers write them as "
             "safetensors: "
             "from_pretrained(...).save_pretrained(...)"
         )
@@ -220,6 +223,12 @@ def _open(path: Path, step: int | None) -> FullState:
         raise ConfigError(
             f"{path}: holds adapters in PEFT's format, and not their model; name the model, and "
             "this folder with --adapter (titanlite convert MODEL TARGET --adapter adds them up)"
+        )
+    torch_files = [file for file in sorted(path.iterdir()) if file.suffix in TORCH_SUFFIXES]
+    if torch_files:
+        raise ConfigError(
+            f"{path}: not a folder that is read, and has files of torch.save; give the file, as "
+            f"{torch_files[0]}"
         )
     if any((path / name).exists() for name in ("config.json", "params.json", "model.json")):
         raise CorruptCheckpoint(

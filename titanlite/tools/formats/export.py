@@ -32,6 +32,7 @@ class Options(Selection):
     dtype: str = ""  # of the weights: bf16, fp16, fp32, for gguf also q8_0; empty: the source's
     full: bool = False  # also optimizer and training state
     shard_size: int = 0  # bytes per file of a format with several; 0: SHARD_SIZE
+    names: str = ""  # of dcp: whose names of the parameters; empty: those of torchtitan 0.3
     verify: bool = True  # compare the output with the source
     force: bool = False  # replace an existing target; write NaN and infinity
 
@@ -61,14 +62,20 @@ class Export:
         self.dtype = DTYPES.get(options.dtype)  # None: the source's, or q8_0
         self.q8 = options.dtype == Q8_0
         self.full = options.full
+        self.names = options.names
         self.shard_size = options.shard_size or SHARD_SIZE
         self.nonfinite: set[str] = set()
         self.progress: Callable[[int], object] = lambda nbytes: None
         self.model = {name: self.weight(name) for name in state.tensors}
         self.others: dict[str, Outgoing] = {}
         if options.full:
-            for name, tensor in state.others.items():
-                self.others[name] = self._outgoing(name, tensor, tensor.dtype, 0)
+            for name in state.others:
+                self.others[name] = self.training(name)
+
+    def training(self, name: str, head_dim: int = 0) -> Outgoing:
+        """Training state to write in its own dtype; with `head_dim` as in `weight`."""
+        tensor = self.state.others[name]
+        return self._outgoing(name, tensor, tensor.dtype, head_dim)
 
     def weight(self, name: str, head_dim: int = 0) -> Outgoing:
         """A weight to write; with `head_dim`, its rows in Hugging Face's order."""

@@ -5,6 +5,8 @@ What it is: metadata, the tokenizer and the tensors in one file. The architectur
 titanlite's order of rows, `qwen2` (biases of q, k and v) and `qwen3` (norms of q and k) have
 Hugging Face's. Vectors are fp32 whatever the matrices are; `q8_0` stores 32 numbers of a row as
 8-bit integers and a scale. Llama 3.1's RoPE scaling is a tensor of divisors, one per frequency.
+Its numbers are in metadata too, for which `rope.scaling.factor` cannot serve: llama.cpp would also
+scale linearly by it.
 What it costs: one whole tensor in memory, because the package takes no less.
 Reference: github.com/ggml-org/ggml, docs/gguf.md
 """
@@ -52,6 +54,13 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")  # that are read and written
 ALL_MODELS = "allowed: titanlite, dcp, safetensors, torch, hf"  # formats without such limits
 BLOCK_Q8_0 = 32  # numbers with one scale
 FREQUENCIES = "rope_freqs.weight"
+# Numbers of Llama 3.1's scaling -> keys. The first is llama.cpp's, which uses it for yarn alone.
+SCALING = {
+    "original_context": "llama.rope.scaling.original_context_length",
+    "factor": "titanlite.rope_scaling.factor",
+    "low_freq_factor": "titanlite.rope_scaling.low_freq_factor",
+    "high_freq_factor": "titanlite.rope_scaling.high_freq_factor",
+}
 # pattern -> llama.cpp's name for it, and whether llama.cpp keeps a word that is a token whole
 PRE_TOKENIZERS = {
     PATTERN: ("llama-bpe", True),
@@ -261,6 +270,10 @@ def _write_metadata(writer: Any, export: Export, length: int) -> None:
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_rope_dimension_count(config.head_dim)
+    if config.rope_scaling:  # llama3, of the architecture llama
+        writer.add_uint32(SCALING["original_context"], config.rope_scaling.original_context)
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            writer.add_float64(SCALING[name], getattr(config.rope_scaling, name))
     if config.explicit_head_dim:
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
@@ -308,7 +321,7 @@ class QuantizedTensor(FullTensor):
 def read_back(path: Path, config: LlamaConfig) -> FullState:
     """Opens a file that `write` made. Raises KeyError if a tensor is missing.
 
-    `gguf_reader.py` would refuse scalings of RoPE that no released model has.
+    It reads tensors only: metadata has fp32 where the model may have more digits.
     """
     gguf = package()
     entries = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}

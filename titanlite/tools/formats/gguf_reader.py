@@ -33,6 +33,7 @@ from titanlite.tools.formats.gguf_file import (
     ARCHITECTURES,
     DTYPES,
     FREQUENCIES,
+    SCALING,
     QuantizedTensor,
     frequency_factors,
     names,
@@ -40,7 +41,6 @@ from titanlite.tools.formats.gguf_file import (
     stored_width,
 )
 
-LLAMA3_FACTORS = (8.0, 32.0)  # those of released models
 VERSIONS = (2, 3)
 # The format's types of values, by number: those of struct, text, and arrays
 NUMBERS = {
@@ -242,7 +242,10 @@ def _config(
     def of_family(name: str, default: Any = None) -> Any:
         return fields.get(f"{family}.{name}", default)
 
-    scaling = of_family("rope.scaling.type", "none")
+    linear_factor = of_family("rope.scaling.factor", of_family("rope.scale_linear", 0.0))
+    # llama.cpp scales linearly where there is a factor and no type
+    scaling = of_family("rope.scaling.type", "linear" if linear_factor else "none")
+    both = scaling == "linear" and linear_factor not in (0, 1) and factors is not None
     allowed = {
         "expert_count": (of_family("expert_count", 0), (0,)),
         "attention.sliding_window_pattern": (
@@ -250,6 +253,8 @@ def _config(
             (None,),
         ),
         "rope.scaling.type": (scaling, ("none", "linear")),
+        f"rope.scaling.factor beside {FREQUENCIES}": (linear_factor if both else 1, (1,)),
+        "rope.scaling.attn_factor": (of_family("rope.scaling.attn_factor", 1), (1,)),
     }
     problems = [
         f"{path}: {family}.{name} = {value!r:.99}; allowed: {', '.join(map(repr, choices))}"
@@ -281,12 +286,13 @@ def _config(
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
         sliding_window=of_family("attention.sliding_window", 0),
     )
-    if scaling == "linear":
-        factor = fields[f"{family}.rope.scaling.factor"]
-        config = dataclasses.replace(config, rope_scaling=RopeScaling(factor, kind="linear"))
+    if scaling == "linear" and linear_factor not in (0, 1):
+        config = dataclasses.replace(config, rope_scaling=RopeScaling(linear_factor, kind="linear"))
     config = checked(config)
     if factors is not None:
-        config = dataclasses.replace(config, rope_scaling=_llama3_scaling(path, config, factors))
+        stated = {name: fields[key] for name, key in SCALING.items() if key in fields}
+        found = _llama3_scaling(path, config, factors, stated)
+        config = dataclasses.replace(config, rope_scaling=found)
     return checked(config)
 
 
@@ -295,20 +301,60 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _llama3_scaling(path: Path, config: LlamaConfig, factors: np.ndarray[Any, Any]) -> RopeScaling:
-    """Finds Llama 3.1's scaling: the file has only the divisor of each frequency."""
+def _llama3_scaling(
+    path: Path, config: LlamaConfig, factors: np.ndarray[Any, Any], stated: dict[str, Any]
+) -> RopeScaling:
+    """The scaling of Llama 3.1 that has these divisors of the frequencies.
+
+    `stated`: its numbers, as titanlite writes them; other software leaves them out.
+    """
     if factors.shape != (config.head_dim // 2,):
         raise ConfigError(
-            f"{path}: {FREQUENCIES} has {len(factors)} numbers; expected {config.head_dim // 2}, "
-            "half the width of a head"
+            f"{path}: {FREQUENCIES} is of shape {factors.shape}; expected "
+            f"{config.head_dim // 2} divisors, one per pair of a head"
         )
-    for factor in LLAMA3_FACTORS:
-        scaling = RopeScaling(factor)
+    if len(stated) == len(SCALING):
+        candidates = [RopeScaling(**stated)]
+    else:
+        candidates = _fitted_scalings(config, factors.astype(np.float64))
+    for scaling in candidates:
+        if not (scaling.factor > 1 and scaling.high_freq_factor > scaling.low_freq_factor > 0):
+            continue
         expected = frequency_factors(dataclasses.replace(config, rope_scaling=scaling))
-        assert expected is not None
-        if expected.shape == factors.shape and np.allclose(expected, factors, rtol=1e-4):
+        if expected is not None and np.allclose(expected, factors, rtol=1e-5):
             return scaling
+    if stated.keys() == SCALING.keys():
+        numbers = ", ".join(f"{SCALING[name]} = {value!r:.40}" for name, value in stated.items())
+        raise ConfigError(
+            f"{path}: {FREQUENCIES} is not the scaling that its keys state: {numbers}"
+        )
     raise ConfigError(
-        f"{path}: {FREQUENCIES} is not Llama 3.1's scaling by "
-        f"{' or '.join(f'{factor:g}' for factor in LLAMA3_FACTORS)} over 8,192 tokens"
+        f"{path}: {FREQUENCIES} is not a scaling as Llama 3.1 has it, with any factor and original "
+        "context"
     )
+
+
+def _fitted_scalings(config: LlamaConfig, factors: np.ndarray[Any, Any]) -> list[RopeScaling]:
+    """Scalings with Llama 3.1's bounds that can have these divisors, the most likely first.
+
+    The largest divisor is the factor. Any divisor between it and 1 gives the original context:
+    1 / divisor is a blend of 1 / factor and 1 by the turns that a pair makes over this context.
+    Without such a divisor many contexts give the same ones.
+    """
+    factor = _shortest(float(factors.max(initial=0.0)))
+    if not 1 < factor < math.inf:
+        return []
+    usual = RopeScaling(factor)
+    half = config.head_dim // 2
+    wavelengths = 2 * math.pi * config.rope_theta ** (np.arange(half) / half)
+    low = usual.low_freq_factor
+    high = usual.high_freq_factor
+    is_blend = (factors > 1.0001) & (factors < 0.9999 * factor)
+    if is_blend.any():
+        shares = (1 / factors[is_blend] - 1 / factor) / (1 - 1 / factor)
+        contexts = wavelengths[is_blend] * (low + (high - low) * shares)
+        return [RopeScaling(factor, original_context=round(float(contexts[0])))]
+    kept = wavelengths[factors <= 1.0001].max(initial=1.0)
+    divided = wavelengths[factors > 1.0001].min(initial=math.inf)
+    between = round(math.sqrt(high * kept * low * divided))
+    return [usual, RopeScaling(factor, original_context=between)]

@@ -79,8 +79,7 @@ def to_config(
         "vocab_size": config.vocab_size,
         "max_position_embeddings": seq_len,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": _to_scaling(config.rope_scaling),
+        **_to_rope(config),
         "tie_word_embeddings": config.tied_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -181,6 +180,21 @@ def _to_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
         fields["beta_slow"] = scaling.beta_slow
         fields["attention_factor"] = scaling.attention_factor or None
     return fields
+
+
+def _to_rope(config: LlamaConfig) -> dict[str, Any]:
+    """The entries of RoPE, as transformers 5 reads them, and as 4 and mlx-lm do.
+
+    Other tools read one of the two, and transformers 5 the older ones where both are: they say the
+    same.
+    """
+    scaling = _to_scaling(config.rope_scaling)
+    parameters = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})}
+    return {
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": parameters,
+    }
 
 
 def _from_scaling(rope: dict[str, Any], kind: str, length: int) -> RopeScaling | None:

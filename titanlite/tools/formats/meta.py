@@ -29,7 +29,10 @@ from titanlite.tools.formats.full_state import (
 )
 from titanlite.tools.formats.huggingface_tokenizer import tokenizer_in
 from titanlite.tools.formats.torch_file import Tree, read_tree
+from titanlite.tools.formats.torchtune_names import from_torchtune, is_torchtune
 
+# What torchtune's checkpointers save in place of consolidated.00.pth
+TORCHTUNE_FILE = "model-00001-of-00001.bin"
 BY_COLUMNS = ("attention.wo.weight", "feed_forward.w2.weight")
 # Widths of Llama 3.2, whose RoPE scaling factor is 32 and not 8; params.json does not hold it
 SMALL_DIMS = (2048, 3072)
@@ -123,10 +126,19 @@ def _joined(name: str, pieces: list[FullTensor], dim: int) -> FullTensor:
     return FullTensor(first.dtype, shape, tuple(parts))
 
 
+def is_meta(folder: Path) -> bool:
+    """Whether the folder is Meta's, or one that torchtune saved of a model from such a folder."""
+    if not (folder / "params.json").is_file():
+        return False
+    return any(folder.glob("consolidated.*.pth")) or (folder / TORCHTUNE_FILE).is_file()
+
+
 def open_folder(folder: Path) -> FullState:
     """The checkpoint in Meta's folder. Raises CorruptCheckpoint or ConfigError."""
     files = sorted(folder.glob("consolidated.*.pth"))
     numbers = [path.name.removeprefix("consolidated.").removesuffix(".pth") for path in files]
+    if not files:
+        files = [folder / TORCHTUNE_FILE]
     if any(not number.isdecimal() or int(number) != i for i, number in enumerate(numbers)):
         raise CorruptCheckpoint(
             f"{folder}: has {', '.join(path.name for path in files)}; expected "
@@ -155,6 +167,8 @@ def open_folder(folder: Path) -> FullState:
                     raise CorruptCheckpoint(f"{file}: has no {name!r}, which {files[0].name} has")
                 pieces.append(piece)
             tensors[name] = _joined(name, pieces, dim)
+        if is_torchtune(tensors):
+            tensors = from_torchtune(folder, tensors)
         embedding = tensors["tok_embeddings.weight"]
         output = tensors.get("output.weight")
         tied = output is None or same_numbers(output, embedding)

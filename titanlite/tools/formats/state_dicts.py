@@ -20,9 +20,10 @@ from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.tokenizer_json import MAX_JSON_FILE
+from titanlite.tools.formats import torchtitan_names
 from titanlite.tools.formats.full_state import ORIGIN, About, FullState, FullTensor
 from titanlite.tools.formats.huggingface_tokenizer import tokenizer_in
-from titanlite.tools.formats.safetensors_files import read_whole_file
+from titanlite.tools.formats.safetensors_files import WHOLE, command_from_pickle, read_whole_file
 from titanlite.tools.formats.same_model import without_tables
 from titanlite.tools.formats.step_folder import model_of
 from titanlite.tools.formats.torch_file import Tree, read_tree
@@ -31,12 +32,33 @@ from titanlite.tools.formats.torchtune_names import from_torchtune, is_torchtune
 TORCH_KEYS = ("model", "state_dict", "model_state_dict")  # of a state dict within a dict
 ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.")  # of the model's parameter names
 OTHERS = {  # whose names -> parts of them that no name of ours has; the first that fits is named
+    "torchtune's adapters'": (
+        ".attn.q_proj.lora_a.",
+        ".attn.k_proj.lora_a.",
+        ".attn.v_proj.lora_a.",
+        ".attn.output_proj.lora_a.",
+        ".mlp.w1.lora_a.",
+        ".mlp.w2.lora_a.",
+        ".mlp.w3.lora_a.",
+    ),
+    "PEFT's": ("base_model.model.",),
+    "litgpt's": (".attn.qkv.", ".attn.attn.", ".norm_1.", ".mlp.fc_1."),
     "GPT-2's": ("transformer.h.", "transformer.wte.", ".attn.c_attn.", ".mlp.c_fc."),
     "GPT-NeoX's": ("gpt_neox.",),
     "Megatron's": (".self_attention.linear_", ".mlp.linear_fc"),
     "Hugging Face's": ("embed_tokens.", ".self_attn.", ".mlp.", "lm_head."),
 }
 ADVICE = {
+    "torchtune's adapters'": (
+        "torchtune's FullModelHFCheckpointer writes them for PEFT too, as adapter_config.json and "
+        "adapter_model.safetensors: titanlite convert MODEL TARGET --adapter {folder}; the model "
+        "that it saves beside them has them added already"
+    ),
+    "PEFT's": "titanlite convert MODEL TARGET --adapter {folder} adds these adapters to a model",
+    "litgpt's": (
+        "litgpt convert_from_litgpt {folder} OUT writes OUT/model.pth with Hugging Face's names; "
+        "then cp {folder}/config.json OUT, and titanlite convert OUT/model.pth names the last step"
+    ),
     "Hugging Face's": "give a folder with config.json and safetensors files",
 }
 # What a run saves besides parameters
@@ -153,7 +175,11 @@ def by_our_names(path: Path, stored: dict[str, FullTensor], about: About) -> Ful
     plain = without_tables(plain)
     if is_torchtune(plain):
         plain = from_torchtune(path, plain)
-    _require_ours(path, plain)
+    if torchtitan_names.is_newer(plain):
+        plain = torchtitan_names.from_newer(path, plain)
+    elif about.model is None:
+        torchtitan_names.warn_of_order(path, plain)
+    _require_ours(path, about.format, plain)
     root = ""
     training = set[str]()
     is_dcp = about.format == "dcp"
@@ -178,16 +204,21 @@ def by_our_names(path: Path, stored: dict[str, FullTensor], about: About) -> Ful
     return FullState(path, about, model, others)
 
 
-def _require_ours(path: Path, plain: dict[str, FullTensor]) -> None:
+def _require_ours(path: Path, form: str, plain: dict[str, FullTensor]) -> None:
     """Raises ConfigError for names of other software, and where nothing is a parameter."""
     for software, marks in OTHERS.items():
         foreign = [name for name in plain if any(mark in name for mark in marks)]
-        if foreign:
-            advice = ADVICE.get(
-                software,
-                "titanlite reads Llama models, with its own, Meta's or Hugging Face's names",
-            )
-            raise ConfigError(f"{path}: has {software} names ({foreign[0]!r}); {advice}")
+        if not foreign:
+            continue
+        advice = ADVICE.get(
+            software, "titanlite reads Llama models, with its own, Meta's or Hugging Face's names"
+        )
+        folder = path.parent if path.is_file() else path
+        advice = advice.format(folder=folder)
+        if software == "Hugging Face's" and form == "torch":
+            command = command_from_pickle(path, folder / WHOLE)
+            advice += f"; with config.json in {folder}, this writes the other file there: {command}"
+        raise ConfigError(f"{path}: has {software} names ({foreign[0]!r}); {advice}")
     if plain and all(name.startswith(TRAINING) for name in plain):
         raise ConfigError(
             f"{path}: holds only training state; name the folder that also has the model's files"

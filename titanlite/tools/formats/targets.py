@@ -38,7 +38,14 @@ from titanlite.tokenizer.tokenizer_json import (
     RANK_FILE,
     TEMPLATE_FILE,
 )
-from titanlite.tools.formats import gguf_file, huggingface, huggingface_config, meta, peft
+from titanlite.tools.formats import (
+    gguf_file,
+    huggingface,
+    huggingface_config,
+    meta,
+    peft,
+    torchtitan_names,
+)
 from titanlite.tools.formats.detect_format import open_adapter, open_full_state
 from titanlite.tools.formats.export import DTYPES, Q8_0, Export, Options, Outgoing
 from titanlite.tools.formats.full_state import ORIGIN, FullState, FullTensor
@@ -57,6 +64,7 @@ class Target:
 
     name = ""
     suffixes: tuple[str, ...] = ()  # of the target's path, where --to is left out
+    generations: tuple[str, ...] = ()  # allowed with --names, the default first
     dtypes: tuple[str, ...] = tuple(DTYPES)
     holds_training = False  # also optimizer and training state, with --full
     needs_model = True  # tensors of a model whose shape is not known are refused
@@ -143,19 +151,53 @@ class Dcp(Target):
     """A stock DCP folder of one process, with torchtitan's names: the model's at the root."""
 
     name = "dcp"
+    generations = torchtitan_names.GENERATIONS
     holds_training = True
     needs_model = False
     needs_scratch = True
 
+    def has_half_split(self, model: LlamaConfig) -> bool:
+        return model.qk_norm
+
+    def check(self, export: Export) -> None:
+        super().check(export)
+        if export.names == torchtitan_names.OLDER and torchtitan_names.split_widths(
+            export.state.tensors
+        ):
+            raise ConfigError(
+                f"--names {export.names}: the model has norms of q and k, whose rows "
+                "torchtitan 0.2 has in another order under these names; "
+                f"allowed: {torchtitan_names.NEWER}"
+            )
+
     def write(self, path: Path, export: Export) -> None:
         path.mkdir()
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with mapped(path / "scratch", export.model | export.others) as tensors:
+        with mapped(path / "scratch", _torchtitan_tensors(export)) as tensors:
             # With several threads, errors can be lost (pytorch#191391)
             writer = FileSystemWriter(path, thread_count=1)
             dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
         _sync(path / ".metadata")  # torch 2.13 syncs it before it has written all of it
         write_small_files(path, _shape_and_tokenizer(export.state) | _origin_file(export.state))
+
+
+def _torchtitan_tensors(export: Export) -> dict[str, Outgoing]:
+    """All tensors under torchtitan's names, in its order of rows."""
+    state = export.state
+    generation = export.names or torchtitan_names.NEWER
+    widths = torchtitan_names.split_widths(state.tensors | state.others)
+    tensors: dict[str, Outgoing] = {}
+    for name in export.model:
+        renamed = torchtitan_names.to_torchtitan(name, generation)
+        tensors[renamed] = export.weight(name, widths.get(name, 0))
+    for name in export.others:
+        renamed = torchtitan_names.to_torchtitan(name, generation)
+        tensors[renamed] = export.training(name, widths.get(name, 0))
+    if state.about.model and state.about.model.tied_embeddings:
+        # torchtitan's state dict has both
+        output = torchtitan_names.to_torchtitan("output.weight", generation)
+        tensors[output] = export.weight("tok_embeddings.weight")
+    return tensors
 
 
 class Safetensors(Target):
