@@ -190,7 +190,7 @@ class HuggingFace:
         import transformers
 
         config, llama = configuration(arguments)
-        fields = huggingface_config.to_config(llama, config.training.seq_len, "float32", None, None)
+        fields = huggingface_config.to_config(llama, config.training.seq_len, "float32")
         fields |= {"attn_implementation": "sdpa", "use_cache": False}
         own = transformers.LlamaConfig(**fields)
         with device:

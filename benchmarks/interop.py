@@ -37,6 +37,7 @@ from titanlite.tokenizer.tokenizer import BUNDLED
 from titanlite.tools.formats.convert import Options, convert
 from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.load_weights import load_model
+from titanlite.tools.formats.selection import Selection
 
 PROBES = Path(__file__).with_name("interop_probes.py")
 LLAMA_CPP = Path(__file__).with_name("interop_llama_cpp.mjs")
@@ -247,7 +248,7 @@ def llama_cpp_logits(path: Path, vocabulary: int) -> torch.Tensor:
 
 def logits_of(folder: Path, adapter: Path | None = None) -> torch.Tensor:
     """titanlite's logits: (S, V)."""
-    source = open_full_state(folder / ("hf" if adapter else "model.pt"), adapter=adapter)
+    source = open_full_state(folder / ("hf" if adapter else "model.pt"), Selection(adapter=adapter))
     model = load_model(source, torch.device("cpu"), 64)
     with torch.no_grad():
         return model(torch.load(folder / "tokens.pt")[None])[0]
@@ -268,7 +269,7 @@ def read_back(name: str, folder: Path) -> str:
             subprocess.run(command, shell=True, check=True, capture_output=True)
     expected = open_full_state(folder / "model.pt")
     model = str(folder / "model.json") if name == "torchtitan" else ""
-    found = open_full_state(back, model=model)
+    found = open_full_state(back, Selection(model=model))
     same = expected.keys() == found.keys()
     same = same and all(torch.equal(expected[name], found[name]) for name in expected)
     return "the same bits" if same else "OTHER BITS"

@@ -435,6 +435,8 @@ def lines_of_code(path: Path) -> int:
 TESTED_ELSEWHERE = {
     "checkpoint/folders": "tests/checkpoint/test_checkpoint.py, tests/support/io_faults",
     "checkpoint/manager": "tests/checkpoint/test_checkpoint.py, tests/e2e/test_resume.py",
+    "checkpoint/run_facts": "tests/checkpoint/test_checkpoint.py, "
+    "tests/tools/formats/test_adopt.py",
     "checkpoint/shard_file": "tests/checkpoint/test_checkpoint.py",
     "checkpoint/step_files": "tests/checkpoint/test_manifest.py",
     "tokenizer/tokenizer_probe": "tests/tokenizer/test_tokenizer_hf.py",
@@ -448,6 +450,7 @@ TESTED_ELSEWHERE = {
     "tools/formats/full_state": "tests/tools/formats/test_convert.py, "
     "tests/tools/formats/test_convert_limits.py",
     "tools/formats/gguf_file": "tests/tools/formats/test_gguf.py",
+    "tools/formats/gguf_kept": "tests/tools/formats/test_huggingface_kept.py",
     "tools/formats/huggingface": "tests/tools/formats/test_convert.py",
     "tools/formats/safetensors_files": "tests/tools/formats/test_convert.py",
     "tools/formats/stock": "tests/tools/formats/test_foreign.py, "

@@ -21,7 +21,7 @@ from titanlite.model.llama import Llama
 
 
 def options(**changes):
-    return {"stop": -1, "temperature": 0.0, "top_k": 0, "seed": 0, **changes}
+    return {"stop": set(), "temperature": 0.0, "top_k": 0, "seed": 0, **changes}
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 4, 23])
@@ -46,7 +46,7 @@ def test_stop_token_ends_and_is_not_given():
     tokens = list(generate(model, [5], 20, **options(temperature=1.0)))
     stop = tokens[7]
     first = tokens.index(stop)
-    assert list(generate(model, [5], 20, **options(temperature=1.0, stop=stop))) == tokens[:first]
+    assert list(generate(model, [5], 20, **options(temperature=1.0, stop={stop}))) == tokens[:first]
 
 
 def test_the_seed_decides():
@@ -167,12 +167,12 @@ def batched(model: Llama, rows: list[Row], **options) -> list[list[int]]:
 def test_a_batch_gives_each_row_the_text_that_it_has_alone(name, temperature):
     model = sharp_model(ODD[name])
     rows = prompts(ODD[name])
-    options = {"temperature": temperature, "top_k": 20, "stop": -1}
+    options = {"temperature": temperature, "top_k": 20, "stop": set()}
     expected = alone(model, rows, **options)
     assert [len(text) for text in expected] == [row.max_new_tokens for row in rows]
     assert len({token for text in expected for token in text}) > 10
     assert batched(model, rows, **options) == expected
-    options["stop"] = expected[0][5]  # ends rows at different places
+    options["stop"] = {expected[0][5]}  # ends rows at different places
     expected = alone(model, rows, **options)
     assert len(expected[0]) < rows[0].max_new_tokens
     assert batched(model, rows, **options) == expected
@@ -187,7 +187,7 @@ def test_greedy_tokens_of_a_batch_equal_those_of_whole_texts_without_a_cache():
         for text, row in zip(texts, rows, strict=True):
             for _ in range(row.max_new_tokens):
                 text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
-    found = batched(model, rows, temperature=0.0, top_k=0, stop=-1)
+    found = batched(model, rows, temperature=0.0, top_k=0, stop=set())
     assert [row.prompt + new for row, new in zip(rows, found, strict=True)] == texts
 
 
@@ -196,7 +196,7 @@ def test_a_row_that_has_ended_leaves_the_batch():
     sizes: list[tuple[int, ...]] = []
     model.register_forward_pre_hook(lambda module, inputs: sizes.append(tuple(inputs[0].shape)))
     rows = [Row([5, 6], 1, 0), Row([7, 8, 9], 3, 1), Row([7], 0, 2)]
-    assert [len(text) for text in batched(model, rows, temperature=0.0, top_k=0, stop=-1)] == [
+    assert [len(text) for text in batched(model, rows, temperature=0.0, top_k=0, stop=set())] == [
         1,
         3,
         0,
@@ -207,11 +207,11 @@ def test_a_row_that_has_ended_leaves_the_batch():
 def test_a_batch_with_one_row_that_is_too_long_is_refused():
     rows = [Row([1], 2, 0), Row([1, 2, 3, 4], 5, 0)]
     with pytest.raises(ValueError, match="4 prompt tokens"):
-        batched(small_model(seq_len=8), rows, temperature=0.0, top_k=0, stop=-1)
+        batched(small_model(seq_len=8), rows, temperature=0.0, top_k=0, stop=set())
 
 
 def test_an_empty_batch_has_no_tokens():
-    assert batched(small_model(), [], temperature=0.0, top_k=0, stop=-1) == []
+    assert batched(small_model(), [], temperature=0.0, top_k=0, stop=set()) == []
 
 
 def test_the_seed_of_a_row_stays_within_64_bits():

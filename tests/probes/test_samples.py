@@ -31,7 +31,9 @@ def room_for(prompt: list[int]) -> Sampler:
         file=SimpleNamespace(path=Path("metrics.jsonl")),
         progress=SimpleNamespace(step=7),
     )
-    tokenizer: Any = SimpleNamespace(bos=0, encode=lambda text: prompt if text == "b" else [])
+    tokenizer: Any = SimpleNamespace(
+        encode_prompt=lambda text: [0, *prompt] if text == "b" else [0], prompt_rule=str
+    )
     config = ValidationConfig(prompts=("a", "b"))
     return Sampler(config, 0, tokenizer, stages, stream, metrics)
 

@@ -283,6 +283,51 @@ def test_what_encloses_documents(tmp_path, style, config, changes, expected):
     assert (ours.decode([ours.bos]), ours.decode([ours.eos])) == expected
 
 
+def processor(*names: str) -> dict:
+    """What puts these special tokens before a text, with <|im_end|> after it."""
+    parts = [{"SpecialToken": {"id": name, "type_id": 0}} for name in (*names, "<|im_end|>")]
+    single = [*parts[:-1], {"Sequence": {"id": "A", "type_id": 0}}, parts[-1]]
+    ids = {"<|endoftext|>": 1500, "<|im_start|>": 1501, "<|im_end|>": 1502}
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            name: {"id": name, "ids": [ids[name]], "tokens": [name]}
+            for name in {*names, "<|im_end|>"}
+        },
+    }
+
+
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+PROCESSORS = {
+    "none": None,
+    "bytes": LEVEL,
+    "one token": processor("<|endoftext|>"),
+    "two tokens, as GLM's": processor("<|endoftext|>", "<|im_start|>"),
+    "in a sequence": {"type": "Sequence", "processors": [LEVEL, processor("<|im_start|>")]},
+    "RoBERTa's": {
+        "type": "RobertaProcessing",
+        "sep": ["<|im_end|>", 1502],
+        "cls": ["<|im_start|>", 1501],
+        "trim_offsets": True,
+        "add_prefix_space": False,
+    },
+}
+
+
+@pytest.mark.parametrize("post_processor", PROCESSORS.values(), ids=PROCESSORS)
+def test_a_prompt_begins_as_the_package_begins_it(tmp_path, post_processor):
+    main = json.loads(trained("qwen")) | {"post_processor": post_processor}
+    ours = Tokenizer(write(tmp_path, main, bos_token="<|endoftext|>", add_bos_token=True))
+    whole = tokenizers.Tokenizer.from_str(json.dumps(main)).encode("def f():").ids
+    ends = [ours.special["<|im_end|>"]]
+    assert ours.encode_prompt("def f():") + (ends if whole[-1:] == ends else []) == whole
+    assert ours.encode_prompt("") == (ours.before or [ours.bos])
+    named = "no special token" if not ours.before else ours.decode(ours.before)
+    assert ours.prompt_rule().startswith(f"prompts begin with {named}, ")
+
+
 def test_encoding_alone_keeps_the_place_of_the_last_merge():
     merges = {(b"a", b"b"): 1, (b"ab", b"c"): 2, (b"b", b"c"): 0, (b"a", b"bc"): 5}
     assert encode_alone(b"abc", merges) == ([b"abc"], 5)

@@ -1,7 +1,8 @@
 """The facts about a run in its checkpoints, so that they can be used without the run's folder.
 
 What it is: the config, the layout and the data's fingerprint, which go into each manifest; and the
-small files beside it: config.toml, model.json (the model's shape), data.json and the tokenizer.
+small files beside it: config.toml, model.json (the model's shape), data.json, the tokenizer, and
+what is kept of a folder that the tokenizer came from (`tokenizer/kept_files.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from titanlite.config.schema import Config
 from titanlite.config.to_toml import to_toml
 from titanlite.data.prepared import PreparedData, description, fingerprint_of
 from titanlite.model.flavors import LlamaConfig
+from titanlite.tokenizer.kept_files import folder_of, kept_beside, template_in, to_files
 from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
 
 
@@ -38,11 +40,14 @@ class RunFacts:
             "data.json": description(data),
             "model.json": llama.to_json().encode(),
             **data[0].tokenizer.files,
+            **to_files(kept_beside(config.data.tokenizer, bool(config.checkpoint.initial_load))),
         }
         templates = [part.manifest.get("chat_template", "") for part in data]
         template = next(filter(None, templates), "")
         if template:  # for conversations: whoever uses the checkpoint needs the same template
             self.files[TEMPLATE_FILE] = template.encode()
+        elif config.checkpoint.initial_load and config.data.tokenizer:
+            self.files |= template_in(folder_of(config.data.tokenizer))
 
     def metadata(self, validation_loss: float | None) -> RunMetadata:
         """Builds the run's part of a manifest; `validation_loss`: that of the saved step."""

@@ -17,7 +17,7 @@ computes logits for all its positions, 4 B S V bytes in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -100,12 +100,12 @@ def generate(
     prompt: list[int],
     max_new_tokens: int,
     *,
-    stop: int,
+    stop: Set[int],
     temperature: float,
     top_k: int,
     seed: int,
 ) -> Iterator[int]:
-    """Yields new token ids until `stop` (not yielded) or `max_new_tokens`.
+    """Yields new token ids until one of `stop` (not yielded) or `max_new_tokens`.
 
     The prompt has at least one id, and prompt + new tokens fit the model's `seq_len`.
     """
@@ -116,12 +116,12 @@ def generate(
 
 @torch.no_grad()
 def generate_rows(
-    model: Llama, rows: Sequence[Row], *, stop: int, temperature: float, top_k: int
+    model: Llama, rows: Sequence[Row], *, stop: Set[int], temperature: float, top_k: int
 ) -> Iterator[tuple[int, int]]:
     """Yields (index of a row, its next token id) for the rows of a batch.
 
-    Each row ends before `stop`, or after its `max_new_tokens`; its prompt and new tokens fit the
-    model's `seq_len`.
+    Each row ends before a token of `stop`, or after its `max_new_tokens`; its prompt and new tokens
+    fit the model's `seq_len`.
     """
     for row in rows:
         if not row.prompt or len(row.prompt) + row.max_new_tokens > model.seq_len:
@@ -147,7 +147,7 @@ def generate_rows(
         for place, i in enumerate(places):
             if len(texts[i]) == end:  # the prompt is used up: sample the next token
                 token = sample_token(logits[place], temperature, top_k, generators[i])
-                if token == stop:
+                if token in stop:
                     continue
                 texts[i].append(token)
                 yield i, token

@@ -52,14 +52,16 @@ class Sampler:
         self.continuation = Continuation(tokenizer, stages, stream, metrics.device)
         self.file = LineFile(metrics.file.path.with_name(SAMPLES))
         self.texts: list[str] = []  # the latest: each prompt with its continuation
-        self.prompts = [[tokenizer.bos, *tokenizer.encode(text)] for text in config.prompts]
+        self.prompts = [tokenizer.encode_prompt(text) for text in config.prompts]
+        if self.prompts:
+            logger.info("samples: %s", tokenizer.prompt_rule())
         seq_len = stream.training.seq_len
         problems = []
         for i, ids in enumerate(self.prompts, 1):
             if len(ids) >= seq_len:
                 problems.append(
-                    f"validation.prompts[{i}] has {len(ids)} tokens, with the one that begins a "
-                    f"document; expected at most {seq_len - 1}: training.seq_len = "
+                    f"validation.prompts[{i}] has {len(ids)} tokens, with those that the tokenizer "
+                    f"puts before it; expected at most {seq_len - 1}: training.seq_len = "
                     f"{seq_len}, and there must be room for a new one"
                 )
         if problems:

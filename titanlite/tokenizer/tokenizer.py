@@ -39,7 +39,9 @@ PATTERN = (
 class Tokenizer:
     """Encodes and decodes text.
 
-    `size`: the number of ids; `special`: name -> id; `bos` and `eos` enclose a document.
+    `size`: the number of ids; `special`: name -> id; `bos` and `eos` enclose a document of
+    training; `before`: the ids that the tokenizer's files put before a text, which are none in many
+    tokenizer.json.
     """
 
     def __init__(self, path: str | Path = "", content: bytes | None = None) -> None:
@@ -62,6 +64,7 @@ class Tokenizer:
         self.special = encoding.special
         self.bos = encoding.bos
         self.eos = encoding.eos
+        self.before = encoding.before
         self.pattern = encoding.pattern
         self.nfc = encoding.nfc
         self.unmade = encoding.unmade
@@ -116,6 +119,15 @@ class Tokenizer:
             starts.append(characters[position])
             position += self.token_bytes[i]
         return ids, starts
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Encodes a text to be continued, after `before`; bos alone if there is nothing in it."""
+        return [*self.before, *self.encode(text)] or [self.bos]
+
+    def prompt_rule(self) -> str:
+        """Says which tokens `encode_prompt` puts before a text."""
+        names = self.decode(self.before) or "no special token"
+        return f"prompts begin with {names}, as the tokenizer's files say"
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids.
@@ -178,6 +190,7 @@ def _of_rank_file(path: Path, content: bytes) -> Encoding:
         special=special,
         bos=special["<|begin_of_text|>"],
         eos=special["<|end_of_text|>"],
+        before=[special["<|begin_of_text|>"]],
         pattern=PATTERN,
         nfc=False,
         unmade=0,

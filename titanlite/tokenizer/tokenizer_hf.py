@@ -21,7 +21,15 @@ from typing import Any
 
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.byte_level import BYTES
-from titanlite.tokenizer.tokenizer_json import MARK, MAX_ID, Encoding, Json, files_and_ends, steps
+from titanlite.tokenizer.tokenizer_json import (
+    MARK,
+    MAX_ID,
+    Encoding,
+    Json,
+    files_and_ends,
+    ids_before,
+    steps,
+)
 from titanlite.tokenizer.tokenizer_probe import problem_of
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -120,6 +128,7 @@ def encoding_by_package(path: Path, main: Json, config: Json) -> tuple[Encoding,
         special=codec.special,
         bos=codec.special[bos],
         eos=codec.special[eos],
+        before=ids_before(main, codec.special),
         pattern="",
         nfc=False,
         unmade=0,

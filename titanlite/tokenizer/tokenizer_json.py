@@ -98,6 +98,7 @@ class Encoding:
     special: dict[str, int]  # name -> id
     bos: int
     eos: int
+    before: list[int]  # ids that its files put before a text that is encoded for a model
     pattern: str
     nfc: bool  # whether text is normalised first
     unmade: int  # number of tokens that no merges make
@@ -188,6 +189,7 @@ def _convert(main: Json, config: Json, max_token: int) -> Encoding:
         special=special,
         bos=special[bos],
         eos=special[eos],
+        before=ids_before(main, special),
         pattern=pattern,
         nfc=nfc,
         unmade=len(unmade),
@@ -444,3 +446,21 @@ def of_template(main: Json, key: str) -> str | None:
         around = template[:text] if key == "bos_token" else template[text + 1 :]
         return around[0]["SpecialToken"]["id"] if around else None
     return None
+
+
+def ids_before(main: Json, special: dict[str, int]) -> list[int]:
+    """Lists the ids of the special tokens that the post-processor puts before a text."""
+    ids: list[int] = []
+    for step in steps(main.get("post_processor"), "processors"):
+        if step["type"] in ("BertProcessing", "RobertaProcessing"):
+            ids.append(step["cls"][1])
+        elif step["type"] == "TemplateProcessing":
+            for part in step["single"]:
+                if "Sequence" in part:
+                    break
+                name = part["SpecialToken"]["id"]
+                by_file = step.get("special_tokens", {}).get(name)
+                ids += by_file["ids"] if by_file else [special[name]]
+    if not all(type(i) is int and 0 <= i < MAX_ID for i in ids):
+        raise ValueError(f"post_processor: ids {ids!r:.80}")
+    return ids

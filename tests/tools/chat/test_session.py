@@ -33,9 +33,8 @@ def test_the_model_is_asked_the_whole_conversation(model, monkeypatch):
 
     def generate(model, prompt, count, **options):
         asked.append(prompt)
+        assert options["stop"] == {tokenizer.special["<|end_of_text|>"]}
         yield from tokenizer.encode(next(answers))
-        yield tokenizer.special["<|end_of_text|>"]
-        raise AssertionError("generated beyond the end of an answer")
 
     monkeypatch.setattr(session, "generate", generate)
     chat = ChatSession(model, tokenizer, MARKED, GREEDY, "Count.")
@@ -53,6 +52,23 @@ def test_an_answer_ends_with_the_template_s_token(model):
     chatml = CHATML.replace("<|im_end|>", "<|eot_id|>")
     tokens = ChatSession(model, tokenizer, chatml, GREEDY, "").stop_tokens()
     assert tokens == {tokenizer.eos, tokenizer.special["<|eot_id|>"]}
+
+
+def test_an_answer_also_ends_where_the_model_s_files_say(model):
+    """And with the marker of the next turn, if the template has no other end."""
+    tokenizer = Tokenizer()
+    markers = "{% for m in messages %}<|start_header_id|>{{ m.content }}{% endfor %}"
+    kept = {"generation_config.json": {"eos_token_id": [3, 4]}}
+    tokens = ChatSession(model, tokenizer, markers, GREEDY, "", kept).stop_tokens()
+    assert tokens == {tokenizer.eos, 3, 4, tokenizer.special["<|start_header_id|>"]}
+
+
+@pytest.mark.parametrize("name", ["<|eot_id|>", None])
+def test_a_template_has_the_begin_token_of_the_model_s_files(model, name):
+    kept = {"tokenizer_config.json": {"bos_token": name, "eos_token": "<|end_of_text|>"}}
+    chat = ChatSession(model, Tokenizer(), PLAIN, GREEDY, "", kept)
+    text = chat.template.text([{"role": "user", "content": "a"}])
+    assert text.startswith((name or "") + "Question: a")
 
 
 def test_old_messages_are_left_out(model):

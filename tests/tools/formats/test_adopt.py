@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import pytest
+from chats import MARKED
 from messages import refused, run_refused
 from model_builder import EXPORTED, make_file
 from runs import curve, train_run
@@ -60,6 +61,10 @@ def test_a_run_adopts_model_and_tokenizer(pool, whole_run, arguments, tmp_path):
     """And resumes by its own config.toml."""
     base = tmp_path / "base"
     convert(whole_run(), base, Options(to="hf"))
+    # Others' files, which are kept through the run; the run adds the end of its own documents
+    generation = {"eos_token_id": [7, 9], "do_sample": True, "temperature": 0.6}
+    (base / "generation_config.json").write_text(json.dumps(generation))
+    (base / "chat_template.jinja").write_text(MARKED)
     own = [word for word in arguments if not word.startswith("--model.")]
     run = [*own, "--model.flavor=from_checkpoint", f"--checkpoint.initial_load={base}"]
     assert pool.run(2, run_adopted, run) == [0, 0]
@@ -69,6 +74,10 @@ def test_a_run_adopts_model_and_tokenizer(pool, whole_run, arguments, tmp_path):
     assert "dim = 32" in recorded
     assert str(base) in recorded
     assert Tokenizer(base).size == Tokenizer().size
+    convert(tmp_path / "debug", tmp_path / "back", Options(to="hf"))
+    back = json.loads((tmp_path / "back/generation_config.json").read_text())
+    assert back == generation | {"eos_token_id": [7, 9, Tokenizer().eos]}
+    assert (tmp_path / "back/chat_template.jinja").read_text() == MARKED
     recorded_run = [str(tmp_path / "debug/config.toml"), "--training.steps=8"]
     assert pool.run(1, train_run, recorded_run) == [0]
 

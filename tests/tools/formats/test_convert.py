@@ -33,9 +33,9 @@ from titanlite.tokenizer.tokenizer import BUNDLED, Tokenizer
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats import (
     huggingface,
+    huggingface_config,
     huggingface_tokenizer,
     output_path,
-    second_llama,
     targets,
 )
 from titanlite.tools.formats.convert import Mismatch, Options, convert, load_full_state
@@ -246,12 +246,21 @@ def test_a_wrong_meaning_is_found_by_its_answers(steps, tmp_path, monkeypatch, m
     if mistake == "no turn":
         monkeypatch.setattr(huggingface, "is_permuted", lambda name: False)
     else:
-        monkeypatch.setattr(
-            second_llama,
-            "_angles",
-            lambda config, n: torch.outer(torch.arange(n), torch.ones(4)).double(),
-        )
-    with pytest.raises(Mismatch, match=r"logits are .* apart"):
+        written = huggingface_config.to_config
+        read = huggingface.from_config
+
+        def write_other(*arguments):
+            fields = written(*arguments)
+            theta = {"rope_theta": 2 * source.model.rope_theta}
+            return {**fields, **theta, "rope_parameters": {**fields["rope_parameters"], **theta}}
+
+        def read_other(*arguments):
+            return dataclasses.replace(read(*arguments), rope_theta=source.model.rope_theta)
+
+        monkeypatch.setattr(huggingface_config, "to_config", write_other)
+        monkeypatch.setattr(huggingface, "from_config", read_other)
+    found = r"logits are .* apart" if mistake == "no turn" else "by a second reading frequencies"
+    with pytest.raises(Mismatch, match=found):
         convert(source.path, tmp_path / "there", Options("hf"), log=quiet)
 
 

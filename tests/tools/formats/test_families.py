@@ -111,7 +111,7 @@ def test_logits_text_and_weights_are_theirs(tmp_path, name):
     assert window == WINDOWS.get(name, (0, "all"))
 
     prompt = TOKENS[0, :5].tolist()
-    text = list(generate(ours, prompt, 64, stop=-1, temperature=0.0, top_k=0, seed=0))
+    text = list(generate(ours, prompt, 64, stop=set(), temperature=0.0, top_k=0, seed=0))
     expected_text = theirs.generate(
         torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
@@ -153,7 +153,7 @@ SCALINGS = {
 def test_old_and_new_keys_of_rope_say_the_same(scaling):
     """mlx-lm 0.32 and transformers 4 read rope_theta and rope_scaling, transformers 5 either."""
     config = dataclasses.replace(SMALL, rope_theta=12345.0, rope_scaling=scaling)
-    fields = to_config(config, 256, "float32", 1, 2)
+    fields = to_config(config, 256, "float32")
     old = {name: value for name, value in fields.items() if name != "rope_parameters"}
     new = {name: fields[name] for name in old if name not in ("rope_theta", "rope_scaling")}
     new["rope_parameters"] = fields["rope_parameters"]
@@ -179,7 +179,7 @@ def test_older_files_say_the_first_layer_with_the_window(tmp_path):
     path.write_text(json.dumps(fields))
     model = open_full_state(tmp_path / "hf").model
     assert (model.sliding_window, model.window_layers) == (9, "1-2")
-    written = to_config(model, 128, "float32", None, None)
+    written = to_config(model, 128, "float32")
     assert written["max_window_layers"] == 1
     assert written["layer_types"] == [WHOLE, SLIDING, SLIDING]
 

@@ -101,7 +101,7 @@ def test_llama_cpp_continues_as_we_do(tmp_path, name):
     tokenizer, text = Tokenizer(), "def héllo(self): 漢字 12345\n    return x"
     prompt = [tokenizer.bos, *tokenizer.encode(text)]
     assert theirs.tokenize(text.encode(), add_bos=True) == prompt
-    mine = list(generate(ours, prompt, 16, stop=-1, temperature=0.0, top_k=0, seed=0))
+    mine = list(generate(ours, prompt, 16, stop=set(), temperature=0.0, top_k=0, seed=0))
     found: list[int] = []
     for token in theirs.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0):
         found.append(token)

@@ -439,7 +439,7 @@ def test_a_released_model_answers(tmp_path):
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     question = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     prompt = tokenizer.encode(question).ids
-    answer = list(generate(ours, prompt, 64, stop=-1, temperature=0.0, top_k=0, seed=0))
+    answer = list(generate(ours, prompt, 64, stop=set(), temperature=0.0, top_k=0, seed=0))
     expected = theirs.generate(
         torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=-1, pad_token_id=2
     )

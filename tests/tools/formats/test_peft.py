@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.peft import CONFIG, WEIGHTS, hf_names
+from titanlite.tools.formats.selection import Selection
 
 RANK = 2
 
@@ -53,7 +54,9 @@ def read(name: str, folder: Path, data: bytes) -> None:
     if name == WEIGHTS:
         data = len(data).to_bytes(8, "little") + data + (folder / "data").read_bytes()
     (folder / "x" / name).write_bytes(data)
-    for tensor in open_full_state(folder / "x.pt", adapter=folder / "x").tensors.values():
+    for tensor in open_full_state(
+        folder / "x.pt", Selection(adapter=folder / "x")
+    ).tensors.values():
         tensor.read().clone()
 
 
@@ -61,7 +64,7 @@ def test_the_sum_is_that_of_the_product(tmp_path):
     """Factors of ones: each weight gains alpha / r * r."""
     prepare(CONFIG, tmp_path)
     before = open_full_state(tmp_path / "x.pt")
-    after = open_full_state(tmp_path / "x.pt", adapter=tmp_path / "x")
+    after = open_full_state(tmp_path / "x.pt", Selection(adapter=tmp_path / "x"))
     name = "layers.0.attention.wv.weight"
     torch.testing.assert_close(after[name], before[name] + 4 / RANK * RANK)
 

@@ -13,7 +13,7 @@ from titanlite.tools.formats.check_export import TOLERANCE, logits_difference
 from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.full_state import FullTensor, half_split
 from titanlite.tools.formats.huggingface import is_permuted
-from titanlite.tools.formats.second_llama import Weights, second_logits
+from titanlite.tools.formats.second_llama import Weights, described, second_logits
 
 MODELS = {
     "plain": SMALL,
@@ -54,6 +54,6 @@ def test_rows_in_hugging_face_s_order_give_the_same_logits(tmp_path):
     torch.save(permuted, tmp_path / "b.pt")
     theirs = open_full_state(tmp_path / "b.pt")
     tokens = torch.arange(9)
-    expected = second_logits(SMALL, Weights(full.tensors), tokens, half_split=False)
-    actual = second_logits(SMALL, Weights(theirs.tensors), tokens, half_split=True)
+    expected = second_logits(described(SMALL), Weights(full.tensors), tokens, half_split=False)
+    actual = second_logits(described(SMALL), Weights(theirs.tensors), tokens, half_split=True)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)

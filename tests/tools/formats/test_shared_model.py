@@ -45,7 +45,7 @@ def checkpoint(request, tmp_path) -> Path:
 
 def texts_of(model: Any, rows: list[Row]) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in rows]
-    for i, token in generate_rows(model, rows, stop=-1, temperature=0.9, top_k=20):
+    for i, token in generate_rows(model, rows, stop=set(), temperature=0.9, top_k=20):
         found[i].append(token)
     return found
 

@@ -39,7 +39,7 @@ def test_transformers_gives_our_logits_and_our_text(tmp_path, name):
     assert (a - b).abs().max() <= 1e-5
     assert theirs.num_parameters() == config.num_parameters
     prompt = tokens[0, :5].tolist()
-    mine = list(generate(ours, prompt, 64, stop=-1, temperature=0.0, top_k=0, seed=0))
+    mine = list(generate(ours, prompt, 64, stop=set(), temperature=0.0, top_k=0, seed=0))
     found = theirs.generate(
         torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=-1, pad_token_id=0
     )

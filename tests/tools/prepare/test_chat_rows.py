@@ -34,7 +34,8 @@ def packed(text: str) -> str:
 
 
 def chat_job(path: Path, kind: str, field: str = "messages", prompt: str = "") -> Job:
-    chat = ChatConfig(MARKED, "<s>", "</s>", ("<s>", "</s>"))
+    special = ("<s>", "</s>")
+    chat = ChatConfig(MARKED, *special, special, special)
     return dataclasses.replace(job_of(path, kind, prompt=prompt), field=field, chat=chat)
 
 

@@ -2,7 +2,7 @@
 
 What it is: rows in two shapes (OpenAI's, ShareGPT's) become messages, which a template renders as
 text. Special tokens are recognised only where the template wrote them. A token is a target if any
-of its characters is the assistant's.
+of its characters is the assistant's, or if it is the special token that ends an answer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titanlite.runtime.documents import parse_json
+from titanlite.tokenizer.kept_files import Kept, name_in
 from titanlite.tokenizer.nfc import nfc
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tokenizer.tokenizer_json import JSON_FILES
-from titanlite.tools.chat.template import ChatTemplate, Message, Rendered
+from titanlite.tools.chat.answer_end import any_of
+from titanlite.tools.chat.template import ChatTemplate, Message, Rendered, TemplateError
 
 ROLES = ("system", "user", "assistant", "tool")
 MUST_SPEAK = ("user", "assistant")  # the messages of others may be empty
@@ -89,14 +91,20 @@ class ChatEncoder:
     """Turns conversations into pieces, and pieces into ids."""
 
     def __init__(
-        self, template: ChatTemplate, special: Sequence[str], control: Sequence[str] | None = None
+        self,
+        template: ChatTemplate,
+        special: Sequence[str],
+        control: Sequence[str] | None = None,
+        marker: str = "",
     ) -> None:
         """`special`: the names of the tokenizer's special tokens; `control`: those that a message
-        cannot have, by default all.
+        cannot have, by default all; `marker`: what follows the last answer of a conversation, for a
+        template that ends an answer only by the beginning of the next turn.
         """
         self.template = template
-        self._special = _any_of(special)
-        self._control = _any_of(special if control is None else control)
+        self.marker = marker
+        self._special = any_of(special)
+        self._control = any_of(special if control is None else control)
 
     def pieces(
         self, messages: Sequence[Message], prompt: bool = False, last_only: bool = False
@@ -113,6 +121,8 @@ class ChatEncoder:
             for message in messages
         ]
         rendered = self.template.render(hidden, prompt)
+        if not prompt:
+            rendered = self._with_ends(rendered)
         answers = rendered.answers[-1:] if last_only else rendered.answers
         pieces: list[Piece] = []
         for begin, end, target in _ranges(Rendered(rendered.text, answers)):
@@ -126,6 +136,34 @@ class ChatEncoder:
         shown = [piece._replace(text=piece.text.replace(HIDDEN, "")) for piece in pieces]
         return [piece for piece in shown if piece.text]
 
+    def _with_ends(self, rendered: Rendered) -> Rendered:
+        """Extends each answer to the special token that ends it.
+
+        Without it a model learns no end, and generates up to a limit. Raises TemplateError if no
+        special token follows.
+        """
+        text = rendered.text
+        answers = []
+        spans = sorted(rendered.answers)
+        for number, (begin, end) in enumerate(spans, 1):
+            said = text[begin:end].rstrip()
+            ends = [match.end() for match in self._control.finditer(said)]
+            if said and ends[-1:] != [len(said)]:
+                if self.marker and not text[end:].strip():
+                    text = text[:end] + self.marker  # nothing but space was there
+                begin_of_next = len(text) - len(text[end:].lstrip())
+                following = self._special.match(text, begin_of_next)
+                if following is None:
+                    raise TemplateError(
+                        f"an answer is followed by {text[end : end + 40]!r}; expected a special "
+                        "token, with which a model can end it"
+                    )
+                end = following.end()
+                if number < len(spans):  # within the next answer it is a target already
+                    end = min(end, spans[number][0])
+            answers.append((begin, end))
+        return Rendered(text, answers)
+
 
 def control_tokens(tokenizer: Tokenizer) -> list[str]:
     """The special tokens that only a template may write.
@@ -138,10 +176,16 @@ def control_tokens(tokenizer: Tokenizer) -> list[str]:
     return [entry["content"] for entry in parse_json(main)["added_tokens"] if entry["special"]]
 
 
-def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    """A pattern that matches one of the names, the longest first."""
-    longest_first = sorted(names, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+def template_names(tokenizer: Tokenizer, kept: Kept) -> tuple[str, str]:
+    """The `bos_token` and `eos_token` of a template.
+
+    "" for one that the model's own files do not have: transformers renders nothing for it.
+    """
+    names = {i: name for name, i in tokenizer.special.items()}
+    return (
+        name_in(kept, "bos_token", names[tokenizer.bos]),
+        name_in(kept, "eos_token", names[tokenizer.eos]),
+    )
 
 
 def _hide(match: re.Match[str]) -> str:

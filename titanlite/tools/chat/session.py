@@ -6,18 +6,23 @@ token, with a key/value cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import NamedTuple
 
 from titanlite.model.generate import generate
 from titanlite.model.llama import Llama
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.kept_files import Kept, ends_of
 from titanlite.tokenizer.tokenizer import Tokenizer
-from titanlite.tools.chat.conversation import ChatEncoder, control_tokens, encode
+from titanlite.tools.chat.answer_end import find_answer_end
+from titanlite.tools.chat.conversation import (
+    ChatEncoder,
+    control_tokens,
+    encode,
+    template_names,
+)
 from titanlite.tools.chat.template import ChatTemplate, Message
 from titanlite.tools.chat.text_stream import text_stream
-
-ANSWER = "an answer"  # of the example in which the token after an answer is found
 
 
 class Sampling(NamedTuple):
@@ -33,16 +38,23 @@ class ChatSession:
     """`answer` adds the user's message and the model's answer to the conversation."""
 
     def __init__(
-        self, model: Llama, tokenizer: Tokenizer, template: str, sampling: Sampling, system: str
+        self,
+        model: Llama,
+        tokenizer: Tokenizer,
+        template: str,
+        sampling: Sampling,
+        system: str,
+        kept: Kept | None = None,
     ) -> None:
-        """`template`: its Jinja source; `system`: the first message, empty for none."""
+        """`template`: its Jinja source; `system`: the first message, empty for none; `kept`: the
+        files of the model's folder (`kept_files.py`).
+        """
         self.model = model
         self.tokenizer = tokenizer
         self.sampling = sampling
         self.system = system
-        names = {i: name for name, i in tokenizer.special.items()}
-        ends = (names[tokenizer.bos], names[tokenizer.eos])
-        self.template = ChatTemplate(template, *ends)
+        self.kept = kept or {}
+        self.template = ChatTemplate(template, *template_names(tokenizer, self.kept))
         self.encoder = ChatEncoder(
             self.template, list(tokenizer.special), control_tokens(tokenizer)
         )
@@ -58,16 +70,15 @@ class ChatSession:
             self.messages.append({"role": "system", "content": self.system})
 
     def stop_tokens(self) -> set[int]:
-        """The ids that end an answer: eos, and the special token that the template writes after it.
+        """The ids that end an answer: eos, those of the model's files, and the special token that
+        the template writes after an answer, or with which it begins the next turn.
 
         Raises TemplateError.
         """
-        tokens = {self.tokenizer.eos}
-        example = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
-        _, _, after = self.template.text(example).rpartition(ANSWER)
-        found = [name for name in self.tokenizer.special if after.lstrip().startswith(name)]
-        if found:
-            tokens.add(self.tokenizer.special[max(found, key=len)])
+        tokens = {self.tokenizer.eos, *ends_of(self.kept)}
+        end = find_answer_end(self.template, list(self.tokenizer.special))
+        if end is not None:
+            tokens.add(self.tokenizer.special[end.token])
         return tokens
 
     def answer(self, text: str) -> Iterator[str]:
@@ -87,28 +98,24 @@ class ChatSession:
             raise
         stops = self.stop_tokens()
         count = min(self.sampling.max_new_tokens, self.model.seq_len - len(prompt))
-        tokens = self._until(prompt, count, stops)
+        tokens = self._sampled(prompt, count, stops)
         parts = []
         for part in text_stream(tokens, self.tokenizer, prompt):
             parts.append(part)
             yield part
         self.messages.append({"role": "assistant", "content": "".join(parts).strip()})
 
-    def _until(self, prompt: list[int], count: int, stops: set[int]) -> Iterator[int]:
-        """Yields new tokens up to one of `stops`, which is left out."""
-        sampled = generate(
+    def _sampled(self, prompt: list[int], count: int, stops: Set[int]) -> Iterator[int]:
+        """Samples new tokens up to one of `stops`, which is left out."""
+        return generate(
             self.model,
             prompt,
             count,
-            stop=self.tokenizer.eos,
+            stop=stops,
             temperature=self.sampling.temperature,
             top_k=self.sampling.top_k,
             seed=self.sampling.seed,
         )
-        for token in sampled:
-            if token in stops:
-                return
-            yield token
 
     def _prompt(self) -> list[int]:
         """The conversation as ids. If it is too long, the oldest messages are left out."""

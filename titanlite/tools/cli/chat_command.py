@@ -40,6 +40,7 @@ def run(argv: list[str]) -> int:
     from titanlite.tools.chat.find_template import find_template, read_template
     from titanlite.tools.chat.session import ChatSession, Sampling
     from titanlite.tools.chat.template import PLAIN
+    from titanlite.tools.formats.huggingface_kept import kept_of
     from titanlite.tools.formats.load_weights import tokenizer_of
     from titanlite.tools.formats.shared_model import SharedModel, open_shared, this_rank
 
@@ -57,7 +58,9 @@ def run(argv: list[str]) -> int:
         sampling = Sampling(
             options.max_new_tokens, options.temperature, options.top_k, options.seed
         )
-        session = ChatSession(shared.model, tokenizer, template or PLAIN, sampling, options.system)
+        session = ChatSession(
+            shared.model, tokenizer, template or PLAIN, sampling, options.system, kept_of(full)
+        )
         form = "its chat template" if template else "a plain template: it has none"
         print(f"{full.path}: {shared.describe()}, {context} tokens, {form}", file=sys.stderr)
         _talk(session, options.prompt)

@@ -227,8 +227,11 @@ def _evaluate(
     results = {part.name: perplexity(shared, part, options.split, reading) for part in texts}
     if options.tasks and this_rank() == 0:
         from titanlite.tools.evaluate.harness import Evaluated, run_tasks
+        from titanlite.tools.formats.huggingface_kept import stops_of
 
-        evaluated = Evaluated(shared.model, tokenizer, options.batch_size)
+        stops = stops_of(full, tokenizer)
+        evaluated = Evaluated(shared.model, tokenizer, options.batch_size, stops)
+        _note(f"{', '.join(options.tasks)}: {tokenizer.prompt_rule()}")
         results |= run_tasks(
             evaluated, options.tasks, options.include, options.num_fewshot, options.limit
         )

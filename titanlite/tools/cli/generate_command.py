@@ -29,6 +29,7 @@ from titanlite.tools.cli.several import add_processes_option, is_to_start, join,
 if TYPE_CHECKING:
     import torch
 
+    from titanlite.tokenizer.tokenizer import Tokenizer
     from titanlite.tools.cli.json_rows import JsonRow
     from titanlite.tools.formats.full_state import FullState
     from titanlite.tools.formats.shared_model import SharedModel
@@ -64,22 +65,23 @@ def _continue_one(options: argparse.Namespace, full: FullState, device: torch.de
     """Prints a prompt, and its continuation while rank 0 generates it."""
     from titanlite.model.generate import generate
     from titanlite.tools.chat.text_stream import text_stream
+    from titanlite.tools.formats.huggingface_kept import stops_of
     from titanlite.tools.formats.load_weights import tokenizer_of
     from titanlite.tools.formats.shared_model import SharedModel, this_rank
 
     tokenizer = tokenizer_of(full, options.tokenizer)
-    prompt = [tokenizer.bos, *tokenizer.encode(options.prompt)]
+    prompt = tokenizer.encode_prompt(options.prompt)
     max_new_tokens = options.max_new_tokens or max(1, full.about.seq_len - len(prompt))
     length = len(prompt) + max_new_tokens
     shared = SharedModel(full, device, length)
     if this_rank() == 0:
-        print(_description(full, shared, length), file=sys.stderr)
+        print(_description(full, shared, tokenizer, length), file=sys.stderr)
         print(options.prompt, end="", flush=True)
         tokens = generate(
             shared.model,
             prompt,
             max_new_tokens,
-            stop=tokenizer.eos,
+            stop=stops_of(full, tokenizer),
             temperature=options.temperature,
             top_k=options.top_k,
             seed=options.seed,
@@ -95,6 +97,7 @@ def _continue_file(
 ) -> None:
     """Writes the rows of --prompts with their texts. Each process continues its batches of them."""
     from titanlite.distributed.agreement import gather_on_rank0
+    from titanlite.tools.formats.huggingface_kept import stops_of
     from titanlite.tools.formats.load_weights import tokenizer_of
     from titanlite.tools.formats.shared_model import SharedModel, num_ranks, this_rank
 
@@ -110,7 +113,7 @@ def _continue_file(
     length = max(len(row.prompt) + row.max_new_tokens for row in to_continue)
     shared = SharedModel(full, device, length)
     if this_rank() == 0:
-        print(_description(full, shared, length), file=sys.stderr)
+        print(_description(full, shared, tokenizer, length), file=sys.stderr)
     # Small enough that each process has a batch
     size = min(options.batch, -(-len(rows) // num_ranks()))
     own_batches = batches_of(to_continue, size)[this_rank() :: num_ranks()]
@@ -122,6 +125,7 @@ def _continue_file(
             tokenizer,
             to_continue,
             own_batches,
+            stops_of(full, tokenizer),
             options.temperature,
             options.top_k,
         ):
@@ -135,8 +139,8 @@ def _continue_file(
         write_texts(options.out, rows, of_all)
 
 
-def _description(full: FullState, shared: SharedModel, length: int) -> str:
-    description = f"{full.path}: {shared.describe()}"
+def _description(full: FullState, shared: SharedModel, tokenizer: Tokenizer, length: int) -> str:
+    description = f"{full.path}: {shared.describe()}; {tokenizer.prompt_rule()}"
     if length > full.about.seq_len > 0:
         description += (
             f"; the text may exceed the {full.about.seq_len} tokens of a training sequence"

@@ -11,8 +11,10 @@ from titanlite.config.schema import FROM_CHECKPOINT, ID_TYPES
 from titanlite.data.prepared import is_prepared
 from titanlite.data.verification import verify_changed
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.kept_files import kept_beside
 from titanlite.tokenizer.tokenizer import Tokenizer
-from titanlite.tools.chat.conversation import control_tokens
+from titanlite.tools.chat.answer_end import find_answer_end
+from titanlite.tools.chat.conversation import control_tokens, template_names
 from titanlite.tools.chat.find_template import find_template, read_template
 from titanlite.tools.chat.template import PLAIN, ChatTemplate, TemplateError
 from titanlite.tools.cli.options import StrictParser, at_least
@@ -38,7 +40,6 @@ Train on the result with --data.path=FOLDER. An interrupted command goes on when
 Without --out and --inspect, the arguments are those of `titanlite train`, and its data is prepared
 into the cache."""
 
-EXAMPLE = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "yes"}]
 ADVICE = "stopped; the same command goes on with what is missing"
 TEXTS = {  # options with a text: (default, name of the value, help)
     "tokenizer": ("", "FILE", "default: the bundled one of 4,096 tokens"),
@@ -173,15 +174,25 @@ def chat_from(options: argparse.Namespace, tokenizer: Tokenizer) -> ChatConfig:
         template = read_template(Path(options.template))
     else:
         template = find_template(tokenizer.path) or PLAIN
-    names = {i: name for name, i in tokenizer.special.items()}
-    ends = (names[tokenizer.bos], names[tokenizer.eos])
-    try:
-        ChatTemplate(template, *ends).text(EXAMPLE)
-    except TemplateError as error:
-        raise ConfigError(f"the chat template cannot render a conversation: {error}") from None
+    ends = template_names(tokenizer, kept_beside(options.tokenizer, of_model=False))
     special = tuple(tokenizer.special)
     control = tuple(control_tokens(tokenizer))
-    return ChatConfig(template, *ends, special, control, options.last_answer)
+    try:
+        end = find_answer_end(ChatTemplate(template, *ends), special)
+    except TemplateError as error:
+        raise ConfigError(f"the chat template cannot render a conversation: {error}") from None
+    if end is None:
+        raise ConfigError(
+            "the chat template writes no special token of the tokenizer after an answer, and "
+            "begins the next turn with none: a model trained with it could not end an answer; "
+            "expected one that writes {{ eos_token }} there (--template)"
+        )
+    if end.marker:
+        _log(
+            f"the chat template ends an answer by the {end.token} of the next turn: it is trained "
+            "as the end of each answer"
+        )
+    return ChatConfig(template, *ends, special, control, options.last_answer, end.marker)
 
 
 def _default_field(options: argparse.Namespace) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,13 +65,13 @@ def rows_to_continue(
     found = []
     problems = []
     for number, row in enumerate(rows):
-        ids = [tokenizer.bos, *tokenizer.encode(row.values[FIELD])]
+        ids = tokenizer.encode_prompt(row.values[FIELD])
         room = max_new_tokens or trained_length - len(ids)
         if room < 1:
             problems.append(
-                f"{path}:{row.line}: the prompt has {len(ids)} tokens, with the one that begins a "
-                f"document; expected at most {trained_length - 1}, or --max-new-tokens: the "
-                f"sequences of training have {trained_length}"
+                f"{path}:{row.line}: the prompt has {len(ids)} tokens, with those that the "
+                f"tokenizer puts before it; expected at most {trained_length - 1}, or "
+                f"--max-new-tokens: the sequences of training have {trained_length}"
             )
         found.append(Row(ids, room, row_seed(seed, number)))
     raise_problems(problems)
@@ -92,6 +92,7 @@ def continued(
     tokenizer: Tokenizer,
     rows: list[Row],
     batches: Iterable[list[int]],
+    stop: Set[int],
     temperature: float,
     top_k: int,
 ) -> Iterator[tuple[int, str]]:
@@ -103,7 +104,7 @@ def continued(
         chosen = [rows[i] for i in batch]
         new: list[list[int]] = [[] for _ in batch]
         for place, token in generate_rows(
-            model, chosen, stop=tokenizer.eos, temperature=temperature, top_k=top_k
+            model, chosen, stop=stop, temperature=temperature, top_k=top_k
         ):
             new[place].append(token)
         for i, row, tokens in zip(batch, chosen, new, strict=True):

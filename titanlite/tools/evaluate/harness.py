@@ -9,14 +9,15 @@ no averaged weights of a run.
 What it costs: a forward per continuation, in batches of similar lengths, and a forward per
 generated token.
 
-As in training, a text begins with the token bos. A text that is too long loses its beginning.
+A prompt begins with the tokens that the tokenizer's files put before a text. A text that is too
+long loses its beginning.
 Import it after `stay_offline`, because the libraries read the environment when they are imported.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,12 @@ Scored = tuple[float, bool]
 class Evaluated(TemplateLM):
     """A model with its tokenizer behind the interface that lm-eval calls."""
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer, batch_size: int) -> None:
+    def __init__(
+        self, model: Llama, tokenizer: Tokenizer, batch_size: int, stop: Set[int] = frozenset()
+    ) -> None:
+        """`stop`: ids that end a generated text, beside the tokenizer's eos."""
         super().__init__()
+        self.stop = {tokenizer.eos, *stop}
         self.model = model
         self.encoder = tokenizer
         self.batch_size = batch_size
@@ -66,7 +71,7 @@ class Evaluated(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **options: Any
     ) -> list[int]:
-        start = [] if add_special_tokens is False else [self.encoder.bos]
+        start = [] if add_special_tokens is False else self.encoder.before
         return start + self.encoder.encode(string)
 
     def loglikelihood_rolling(
@@ -131,22 +136,23 @@ class Evaluated(TemplateLM):
         chosen = normalize_gen_kwargs(options, NEW_TOKENS)
         stops = handle_stop_sequences(chosen["until"], eos=None)
         limit = min(chosen["max_gen_toks"], self.max_length - 1)
-        context = self.tok_encode(prompt)[limit - self.max_length :]
+        ids = self.tok_encode(prompt) or [self.prefix_token_id]
+        context = ids[limit - self.max_length :]
         new = generate(
             self.model,
             context,
             limit,
-            stop=self.encoder.eos,
+            stop=self.stop,
             temperature=float(chosen.get("temperature", 0.0)),
             top_k=int(chosen.get("top_k", 0)),
             seed=0,
         )
-        ids: list[int] = []
+        text: list[int] = []
         for token in new:
-            ids.append(token)
-            if any(stop and stop in self.encoder.decode(ids) for stop in stops):
+            text.append(token)
+            if any(stop and stop in self.encoder.decode(text) for stop in stops):
                 break
-        return str(postprocess_generated_text(self.encoder.decode(ids), stops, None))
+        return str(postprocess_generated_text(self.encoder.decode(text), stops, None))
 
 
 def _scored(logits: Tensor, tokens: list[int]) -> Scored:

@@ -4,7 +4,8 @@ logits.
 What it is: the output is opened again. Equal bits are not enough: a reader and a writer that share
 a mistake, such as a wrong order of rows, agree with each other. So the second Llama of
 `second_llama.py` must compute from the output the logits that titanlite's model computes from the
-source. It reads files in Hugging Face's order of rows as they are.
+source. It reads files in Hugging Face's order of rows as they are, and what a config.json says, of
+the source or of the output, by a reader of its own (`second_config.py`).
 What it costs: reading both twice; memory for one layer, in fp64.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,14 @@ from titanlite.model.attention import document_mask
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import TransformerBlock, rope_table
 from titanlite.tools.formats.full_state import FullState, FullTensor
-from titanlite.tools.formats.second_llama import Rounded, Weights, second_logits
+from titanlite.tools.formats.second_config import described_by_file
+from titanlite.tools.formats.second_llama import (
+    Description,
+    Rounded,
+    Weights,
+    described,
+    second_logits,
+)
 
 PROMPT = 16  # tokens of the fixed prompt
 # Relative to the largest logit. Angles and rotations are fp32, the rest is fp64. A wrong order of
@@ -74,6 +83,45 @@ def _difference(source: FullTensor, written: FullTensor, rounded: Rounded) -> st
     return ""
 
 
+def compare_descriptions(source: FullState, result: FullState) -> list[str]:
+    """A line for each property of the model that a config.json, of source or result, gives
+    otherwise by its second reading.
+
+    It also finds what no short prompt shows, such as a window or a frequency of distant positions.
+    """
+    problems = []
+    expected = described(source.model)
+    for path, actual in _described_by_files(source, result).items():
+        for name in Description._fields:
+            ours = getattr(expected, name)
+            theirs = getattr(actual, name)
+            if not _is_same(ours, theirs):
+                problems.append(
+                    f"{path}: by a second reading {name} is {theirs!r:.200}, and titanlite reads "
+                    f"{ours!r:.200}"
+                )
+    return problems
+
+
+def _is_same(ours: object, theirs: object) -> bool:
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        return len(ours) == len(theirs) and all(map(_is_same, ours, theirs))
+    if isinstance(ours, float) and isinstance(theirs, float | int):
+        return math.isclose(ours, theirs, rel_tol=1e-9)
+    return ours == theirs
+
+
+def _described_by_files(*states: FullState) -> dict[Path, Description]:
+    """The second reading of each config.json among the files of these checkpoints."""
+    found = {}
+    for state in states:
+        for part in (state, *state.sources):
+            path = part.path / "config.json"
+            if part.about.format == "hf":
+                found[path] = described_by_file(path)
+    return found
+
+
 def compare_logits(
     source: FullState, result: FullState, rounded: Rounded, half_split: bool
 ) -> str | None:
@@ -100,13 +148,15 @@ def logits_difference(
     `half_split`: whether rows of wq and wk lie in Hugging Face's order in the result's files.
     """
     config = source.model
+    by_files = list(_described_by_files(source, result).values())
+    second = by_files[0] if by_files else described(config)
     tokens = torch.arange(PROMPT) * 7919 % config.vocab_size
     expected = _model_logits(config, Weights(source.tensors, rounded), tokens)
     # As they lie in the files: the second Llama has the RoPE of that order
     as_stored = {
         name: dataclasses.replace(tensor, half_split=0) for name, tensor in result.tensors.items()
     }
-    computed = second_logits(config, Weights(as_stored), tokens, half_split)
+    computed = second_logits(second, Weights(as_stored), tokens, half_split)
     difference = float((expected - computed).abs().max())
     return difference, float(expected.abs().max())
 

@@ -29,7 +29,11 @@ from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError, printable
 from titanlite.runtime.files import make_folder
 from titanlite.runtime.progress import progress_bar
-from titanlite.tools.formats.check_export import compare_logits, compare_tensors
+from titanlite.tools.formats.check_export import (
+    compare_descriptions,
+    compare_logits,
+    compare_tensors,
+)
 from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.export import Export, Options
 from titanlite.tools.formats.full_state import FullState, FullTensor
@@ -250,6 +254,9 @@ def _problems(export: Export, result: FullState, form: Target) -> tuple[list[str
             problems.append(f"{result.path}: {name} is {actual}; expected {expected}")
     compared = f"{len(export.model) + len(export.others)} tensors bit by bit"
     if problems or export.full or not state.about.model or not form.is_model:
+        return problems, compared
+    problems = compare_descriptions(state, result)
+    if problems:
         return problems, compared
     problem = compare_logits(state, result, rounded, form.has_half_split(state.model))
     if problem is None:

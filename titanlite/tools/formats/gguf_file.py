@@ -28,7 +28,7 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.byte_level import to_text
 from titanlite.tokenizer.tokenizer import PATTERN, Tokenizer
 from titanlite.tokenizer.tokenizer_json import GPT2_PATTERN, QWEN_PATTERN, TEMPLATE_FILE
-from titanlite.tools.formats import huggingface
+from titanlite.tools.formats import gguf_kept, huggingface
 from titanlite.tools.formats.export import Export
 from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part, half_split
 from titanlite.tools.formats.gguf_tokenizer import name_of
@@ -295,8 +295,7 @@ def _write_metadata(writer: Any, export: Export, length: int) -> None:
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
     writer.add_token_merges(merge_list(tokenizer))
-    writer.add_bos_token_id(tokenizer.bos)
-    writer.add_eos_token_id(tokenizer.eos)
+    gguf_kept.write_fields(writer, state, tokenizer)
     adds_bos, adds_eos = template_adds(tokenizer)
     writer.add_add_bos_token(adds_bos)
     writer.add_add_eos_token(adds_eos)

@@ -26,8 +26,9 @@ from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig, RopeScaling
 from titanlite.model.shape_file import checked, sequence_length
 from titanlite.runtime.errors import ConfigError, reason_of
+from titanlite.tokenizer.kept_files import to_files
 from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
-from titanlite.tools.formats import gguf_tokenizer
+from titanlite.tools.formats import gguf_kept, gguf_tokenizer
 from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part
 from titanlite.tools.formats.gguf_file import (
     ARCHITECTURES,
@@ -215,6 +216,7 @@ def open_file(path: Path) -> FullState:
     length = sequence_length(fields.get(f"{architecture}.context_length", 0))
     # What is left in `tensors` is not known: comparing the models reports it
     about = About("gguf", config, gguf_tokenizer.read_tokenizer(path, fields), seq_len=length)
+    about.files |= to_files(gguf_kept.read_fields(fields))
     template = fields.get("tokenizer.chat_template")
     if isinstance(template, str):
         about.files[TEMPLATE_FILE] = template.encode()

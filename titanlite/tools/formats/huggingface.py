@@ -20,6 +20,7 @@ from titanlite.model.shape_file import sequence_length
 from titanlite.runtime.documents import read_json
 from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.typed_json import typed
+from titanlite.tokenizer.kept_files import read_kept, to_files
 from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
 from titanlite.tools.chat.find_template import find_template
 from titanlite.tools.formats.full_state import About, FullState, FullTensor, same_numbers
@@ -100,6 +101,7 @@ def open_folder(folder: Path) -> FullState:
         del stored["lm_head.weight"]
     length = fields.get("max_position_embeddings", 0)
     about = About("hf", config, read_tokenizer(folder), seq_len=sequence_length(length))
+    about.files |= to_files(read_kept(folder))
     try:
         template = find_template(folder)
     except ConfigError as error:  # only a conversation needs it

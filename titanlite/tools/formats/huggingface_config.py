@@ -1,8 +1,9 @@
 """config.json of Hugging Face's transformers, and the `LlamaConfig` that it describes.
 
 What it is: the families of transformers whose blocks are Llama's with the differences that are
-fields of `LlamaConfig`: biases, norms of q and k, windows. A field that makes another model is
-refused, each in the same error. Defaults of transformers stand where they are used.
+fields of `LlamaConfig`: biases, norms of q and k, windows. Every field that transformers reads for
+these families is understood, or has to be at the value that changes nothing (`UNCHANGED`); all
+others are refused by name, in one error. A test compares this with transformers' own code.
 Reference: transformers 5, `LlamaConfig`, `MistralConfig`, `Qwen2Config`, `Qwen3Config`
 """
 
@@ -30,6 +31,27 @@ CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+# Family -> default of its class, where the families differ
+LENGTHS = {
+    "llama": 2048,
+    "mistral": 131072,
+    "ministral": 131072,
+    "qwen2": 32768,
+    "qwen3": 32768,
+}
+KV_HEADS = {"mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32}
+# Fields that transformers reads for any family, and the value with which they change nothing
+UNCHANGED: dict[str, Any] = {
+    "attention_chunk_size": None,
+    "fusion_config": None,
+    "is_causal": True,
+    "is_encoder_decoder": False,
+    "kv_sharing_modes": None,
+    "per_layer_config": None,
+    "quantization_config": None,
+    "transformers_weights": None,
+}
+SCALED_FROM = "original_max_position_embeddings"
 # Entries of `layer_types`: a layer with the window, and one without
 WINDOWED = "sliding_attention"
 FULL = "full_attention"
@@ -62,10 +84,10 @@ class _Fields(_Needed, total=False):
     layer_types: list[str] | None
 
 
-def to_config(
-    config: LlamaConfig, seq_len: int, dtype: str, bos: int | None, eos: int | None
-) -> dict[str, Any]:
-    """The fields of a config.json; `dtype` as torch names it, without `torch.`."""
+def to_config(config: LlamaConfig, seq_len: int, dtype: str) -> dict[str, Any]:
+    """The fields of a config.json, without the ids of tokens; `dtype` as torch names it, without
+    `torch.`.
+    """
     family = family_of(config)
     return {
         "architectures": [CLASSES[family]],
@@ -86,9 +108,6 @@ def to_config(
         "mlp_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
-        "bos_token_id": bos,
-        "eos_token_id": eos,
-        "pad_token_id": None,
         "use_cache": True,
         "torch_dtype": dtype,
         **_to_window(config, family),
@@ -171,7 +190,7 @@ def _to_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
         return None
     fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind != "linear":
-        fields["original_max_position_embeddings"] = scaling.original_context
+        fields[SCALED_FROM] = scaling.original_context
     if scaling.kind == "llama3":
         fields["low_freq_factor"] = scaling.low_freq_factor
         fields["high_freq_factor"] = scaling.high_freq_factor
@@ -200,19 +219,19 @@ def _to_rope(config: LlamaConfig) -> dict[str, Any]:
 def _from_scaling(rope: dict[str, Any], kind: str, length: int) -> RopeScaling | None:
     """The scaling that a config.json has; None for plain RoPE.
 
-    `length`: `max_position_embeddings`, yarn's default for the original context.
+    `length`: `max_position_embeddings`.
     """
     if kind == "llama3":
         return RopeScaling(
             rope["factor"],
             rope["low_freq_factor"],
             rope["high_freq_factor"],
-            rope["original_max_position_embeddings"],
+            rope[SCALED_FROM],
         )
     if kind == "linear":
         return RopeScaling(rope["factor"], kind=kind)
     if kind == "yarn":
-        original = rope.get("original_max_position_embeddings") or length
+        original = rope[SCALED_FROM]
         return RopeScaling(
             length / original if rope["factor"] is None else rope["factor"],
             original_context=original,
@@ -236,11 +255,11 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
             f"{path}: model_type = {family!r:.99}; allowed: {', '.join(map(repr, CLASSES))}"
         )
     typed(_Fields, {name: fields[name] for name in _Fields.__annotations__ if name in fields})
-    rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    length = sequence_length(fields.get("max_position_embeddings", LENGTHS[family]))
+    rope = _rope(path, fields, length)
+    kind = rope["rope_type"]
     window = _window_of(family, fields)
     _require_supported(path, family, fields, rope, kind, window)
-    length = sequence_length(fields.get("max_position_embeddings", 0))
     try:
         scaling = _from_scaling(rope, kind, length)
     except KeyError as error:
@@ -253,11 +272,11 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
         dim=fields["hidden_size"],
         num_layers=fields["num_hidden_layers"],
         num_heads=heads,
-        num_kv_heads=fields.get("num_key_value_heads") or heads,
+        num_kv_heads=fields.get("num_key_value_heads", KV_HEADS.get(family)) or heads,
         ffn_dim=fields["intermediate_size"],
         vocab_size=fields["vocab_size"],
         tied_embeddings=fields.get("tie_word_embeddings", False),
-        rope_theta=rope.get("rope_theta", fields.get("rope_theta", 10000.0)),
+        rope_theta=rope["rope_theta"],
         rope_scaling=scaling,
         norm_eps=fields.get("rms_norm_eps", 1e-6),
         explicit_head_dim=head_dim,
@@ -267,6 +286,48 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
         window_layers=_window_layers(family, fields),
     )
     return checked(config)
+
+
+def _rope(path: Path, fields: dict[str, Any], length: int) -> dict[str, Any]:
+    """The parameters of RoPE, complete, as transformers 5 reads them.
+
+    They can be in `rope_parameters` and, with other defaults, in `rope_scaling`. transformers takes
+    the second whole if it is there and drops the first. A file with both is refused unless they are
+    equal: its author meant neither that nor a mixture. Raises ConfigError.
+    """
+    places = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if fields.get(name):
+            places[name] = _completed(fields[name], fields, length)
+    if not places:
+        return _completed({}, fields, length)
+    used, *others = places.values()
+    if others and _stated(others[0]) != _stated(used):
+        shown = "; ".join(f"{name} means {value!r:.300}" for name, value in places.items())
+        raise ConfigError(
+            f"{path}: rope_scaling and rope_parameters differ, and transformers reads the first "
+            f"only ({shown}); expected one of them, or the same in both"
+        )
+    return used
+
+
+def _stated(rope: dict[str, Any]) -> dict[str, Any]:
+    """The entries that say something: null stands for an absent one."""
+    return {name: value for name, value in rope.items() if value is not None}
+
+
+def _completed(rope: dict[str, Any], fields: dict[str, Any], length: int) -> dict[str, Any]:
+    """One of these entries with what transformers adds from the other fields."""
+    complete = {name: value for name, value in rope.items() if name != "type"}
+    complete.setdefault("rope_type", rope.get("type", "default"))
+    complete.setdefault("rope_theta", fields.get("rope_theta", 10000.0))
+    if fields.get("partial_rotary_factor") is not None:
+        complete.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
+    if complete["rope_type"] in ("llama3", "yarn"):
+        complete.setdefault(SCALED_FROM, length)
+        if SCALED_FROM in fields:  # as Phi-3's files have it: before the entry's own
+            complete[SCALED_FROM] = fields[SCALED_FROM]
+    return complete
 
 
 def _require_supported(
@@ -288,19 +349,22 @@ def _require_supported(
         "rope_type": (kind, ("default", *SCALINGS)),
         "mscale": (rope.get("mscale"), (None,)),  # DeepSeek's
         "truncate": (rope.get("truncate", True), (True,)),
-        "partial_rotary_factor": (
-            rope.get("partial_rotary_factor", fields.get("partial_rotary_factor") or 1),
-            (1,),
+        # As a number it would make all scores 0; in `RopeScaling` 0 stands for the default
+        "attention_factor": (
+            0 if kind == "yarn" and rope.get("attention_factor") == 0 else None,
+            (None,),
         ),
+        "partial_rotary_factor": (rope.get("partial_rotary_factor", 1), (1,)),
         # transformers' Llama ignores it; with 0 a query would attend to nothing
         "sliding_window": (window if family == "llama" or window == 0 else None, (None,)),
         "layer_types": (other_types[0] if other_types else fitting[0], fitting),
-        "quantization_config": (fields.get("quantization_config"), (None,)),
         "rope_parameters of a kind of layer": (
             by_kind_of_layer[0] if by_kind_of_layer else None,
             (None,),
         ),
     }
+    for name, value in UNCHANGED.items():
+        allowed[name] = (fields.get(name, value), (value,))
     problems = [
         f"{path}: {key} = {value!r:.200}; allowed: {', '.join(map(repr, choices))}"
         for key, (value, choices) in allowed.items()

@@ -22,16 +22,18 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.bpe import rank_file
 from titanlite.tokenizer.byte_level import merges_of, to_text
+from titanlite.tokenizer.kept_files import KEPT_FILE
 from titanlite.tokenizer.tokenizer import PATTERN, Tokenizer
 from titanlite.tokenizer.tokenizer_json import (
     JSON_FILES,
     MAX_JSON_FILE,
     RANK_FILE,
+    TEMPLATE_FILE,
     VOCAB_FILE,
     of_template,
 )
 
-IDENTITY = ("tokens", "ranks", "special", "bos", "eos", "pattern", "nfc", "ids")
+IDENTITY = ("tokens", "ranks", "special", "bos", "eos", "before", "pattern", "nfc", "ids")
 logger = logging.getLogger("titanlite")
 
 
@@ -57,6 +59,12 @@ def tokenizer_in(folder: Path) -> bytes | None:
     """`Tokenizer.content` of a folder with such files; None if it has none. Raises OSError."""
     names = [name for name in (RANK_FILE, *JSON_FILES) if (folder / name).is_file()]
     return content_of({name: read_bounded(folder / name, MAX_JSON_FILE) for name in names})
+
+
+def companions_in(folder: Path) -> dict[str, bytes]:
+    """The chat template and the kept files of a folder that `convert` wrote. Raises OSError."""
+    names = [name for name in (TEMPLATE_FILE, KEPT_FILE) if (folder / name).is_file()]
+    return {name: read_bounded(folder / name, MAX_JSON_FILE) for name in names}
 
 
 def to_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, bytes]:

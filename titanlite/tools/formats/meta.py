@@ -27,7 +27,7 @@ from titanlite.tools.formats.full_state import (
     Record,
     same_numbers,
 )
-from titanlite.tools.formats.huggingface_tokenizer import tokenizer_in
+from titanlite.tools.formats.huggingface_tokenizer import companions_in, tokenizer_in
 from titanlite.tools.formats.torch_file import Tree, read_tree
 from titanlite.tools.formats.torchtune_names import from_torchtune, is_torchtune
 
@@ -189,6 +189,7 @@ def open_folder(folder: Path) -> FullState:
             f"{path}: not the parameters of a Llama ({reason_of(error)})"
         ) from None
     about = About("llama", config, tokenizer_in(folder), layout=f"{len(files)} files")
+    about.files = companions_in(folder)
     state = FullState(folder, about, tensors)
     state.records = records
     return state

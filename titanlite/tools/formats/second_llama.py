@@ -1,7 +1,8 @@
 """A second Llama, to compare exports with: it shares no code with `model/llama.py`.
 
 What it is: attention as a product and a softmax, RoPE as complex rotations, in fp64. It computes
-from tensors in either order of rows, with the RoPE that belongs to it.
+from tensors in either order of rows, with the RoPE that belongs to it. What it knows of a model is
+a `Description`; `second_config.py` makes one from a config.json, without our reader of that file.
 Why it is here: a reader and a writer that share a mistake agree with each other. On purpose nothing
 here is imported from the model but its description.
 What it costs: one layer in memory at a time.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,24 +53,61 @@ class Weights:
         return logits
 
 
-def second_logits(config: LlamaConfig, read: Weights, tokens: Tensor, half_split: bool) -> Tensor:
+class Description(NamedTuple):
+    """What the logits of a model depend on, beside its weights."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    norm_eps: float
+    frequencies: tuple[float, ...]  # radians per position, of each pair
+    amplitude: float  # factor of rotated queries and keys
+    windows: tuple[int, ...]  # of each layer: how many positions a query sees; 0: all
+    qkv_bias: bool
+    qk_norm: bool
+    tied: bool
+
+
+def described(config: LlamaConfig) -> Description:
+    """The description of a `LlamaConfig`."""
+    windowed = layer_numbers(config.window_layers, config.num_layers)
+    return Description(
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_width=config.head_dim,
+        norm_eps=config.norm_eps,
+        frequencies=_frequencies(config),
+        amplitude=_amplitude(config),
+        windows=tuple(
+            config.sliding_window if layer in windowed else 0 for layer in range(config.num_layers)
+        ),
+        qkv_bias=config.qkv_bias,
+        qk_norm=config.qk_norm,
+        tied=config.tied_embeddings,
+    )
+
+
+def second_logits(model: Description, read: Weights, tokens: Tensor, half_split: bool) -> Tensor:
     """Logits (S, V) of these weights for these tokens.
 
     `half_split`: whether rows of wq and wk lie in Hugging Face's order.
     """
     x = read.embed(tokens)
-    width = config.head_dim
-    heads = config.num_heads
-    kv_heads = config.num_kv_heads
-    angles = _angles(config, len(tokens))
+    width = model.head_width
+    heads = model.num_heads
+    kv_heads = model.num_kv_heads
+    positions = torch.arange(len(tokens), dtype=torch.float64)
+    angles = torch.outer(positions, torch.tensor(model.frequencies, dtype=torch.float64))
     places = range(len(tokens))
 
     def normed(value: Tensor, name: str) -> Tensor:
-        return value / (value.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt() * read(name)
+        return value / (value.pow(2).mean(-1, keepdim=True) + model.norm_eps).sqrt() * read(name)
 
     def projected(value: Tensor, layer: str, name: str) -> Tensor:  # -> (S, heads, width)
         rows = value @ read(f"{layer}attention.{name}.weight").T
-        if config.qkv_bias:
+        if model.qkv_bias:
             rows = rows + read(f"{layer}attention.{name}.bias")
         return rows.reshape(len(tokens), -1, width)
 
@@ -80,26 +119,22 @@ def second_logits(config: LlamaConfig, read: Weights, tokens: Tensor, half_split
             pairs = value.reshape(len(tokens), -1, width // 2, 2)
             dim = 3
         first, second = pairs.unbind(dim)
-        rotation = torch.polar(torch.full_like(angles, _amplitude(config)), angles)[:, None]
+        rotation = torch.polar(torch.full_like(angles, model.amplitude), angles)[:, None]
         plane = torch.complex(first, second) * rotation
         return torch.stack((plane.real, plane.imag), dim).reshape(len(tokens), -1, width)
 
     def masked(scores: Tensor, layer: int) -> Tensor:  # (heads, S, S)
-        reach = len(tokens)
-        if config.sliding_window and layer in layer_numbers(
-            config.window_layers, config.num_layers
-        ):
-            reach = config.sliding_window
+        reach = model.windows[layer] or len(tokens)
         seen = [[max(0, i + 1 - reach) <= j <= i for j in places] for i in places]
         return scores.masked_fill(~torch.tensor(seen), -math.inf)
 
-    for i in range(config.num_layers):
+    for i in range(model.num_layers):
         layer = f"layers.{i}."
         h = normed(x, layer + "attention_norm.weight")
         q = projected(h, layer, "wq")
         k = projected(h, layer, "wk")
         v = projected(h, layer, "wv")
-        if config.qk_norm:
+        if model.qk_norm:
             q = normed(q, layer + "attention.q_norm.weight")
             k = normed(k, layer + "attention.k_norm.weight")
         q = rotated(q)
@@ -114,7 +149,7 @@ def second_logits(config: LlamaConfig, read: Weights, tokens: Tensor, half_split
         hidden = gate * torch.sigmoid(gate) * (h @ read(layer + "feed_forward.w3.weight").T)
         x = x + hidden @ read(layer + "feed_forward.w2.weight").T
     x = normed(x, "norm.weight")
-    return read.project(x, config.tied_embeddings)
+    return read.project(x, model.tied)
 
 
 def _unscaled_share(
@@ -151,8 +186,8 @@ def _amplitude(config: LlamaConfig) -> float:
     return scaling.attention_factor or 1 + math.log(scaling.factor) / 10
 
 
-def _angles(config: LlamaConfig, length: int) -> Tensor:
-    """Angle of each pair at each position, (S, width / 2).
+def _frequencies(config: LlamaConfig) -> tuple[float, ...]:
+    """Radians per position, of each pair.
 
     On purpose not `rope_frequencies` of `model/llama.py`.
     """
@@ -163,6 +198,4 @@ def _angles(config: LlamaConfig, length: int) -> Tensor:
             share = _unscaled_share(i // 2, frequency, config, config.rope_scaling)
             frequency = share * frequency + (1 - share) * frequency / config.rope_scaling.factor
         frequencies.append(frequency)
-    return torch.outer(
-        torch.arange(length, dtype=torch.float64), torch.tensor(frequencies, dtype=torch.float64)
-    )
+    return tuple(frequencies)

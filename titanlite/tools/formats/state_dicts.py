@@ -22,7 +22,7 @@ from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.tokenizer_json import MAX_JSON_FILE
 from titanlite.tools.formats import torchtitan_names
 from titanlite.tools.formats.full_state import ORIGIN, About, FullState, FullTensor
-from titanlite.tools.formats.huggingface_tokenizer import tokenizer_in
+from titanlite.tools.formats.huggingface_tokenizer import companions_in, tokenizer_in
 from titanlite.tools.formats.safetensors_files import WHOLE, command_from_pickle, read_whole_file
 from titanlite.tools.formats.same_model import without_tables
 from titanlite.tools.formats.step_folder import model_of
@@ -135,7 +135,7 @@ def open_safetensors_file(path: Path) -> FullState:
 
 def open_folder(folder: Path, form: str, stored: dict[str, FullTensor]) -> FullState:
     """The checkpoint in a folder that holds the tensors `stored`; small files may describe it."""
-    about = About(form, tokenizer=tokenizer_in(folder))
+    about = About(form, tokenizer=tokenizer_in(folder), files=companions_in(folder))
     shape_file = folder / "model.json"
     if shape_file.is_file():
         about.model = model_of(shape_file, read_bounded(shape_file))

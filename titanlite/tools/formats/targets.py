@@ -31,6 +31,7 @@ from titanlite.checkpoint.shard_file import sharding_metadata
 from titanlite.checkpoint.step_files import digest_of
 from titanlite.model.flavors import LlamaConfig, parameter_shapes
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.kept_files import KEPT_FILE
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tokenizer.tokenizer_json import (
     JSON_FILES,
@@ -42,6 +43,7 @@ from titanlite.tools.formats import (
     gguf_file,
     huggingface,
     huggingface_config,
+    huggingface_kept,
     meta,
     peft,
     torchtitan_names,
@@ -290,7 +292,7 @@ class Llama(Target):
         with mapped(path / "scratch", outgoing) as tensors:
             _torch_save(path / "consolidated.00.pth", tensors)
         files = {"params.json": _json(meta.to_params(state.model))}
-        write_small_files(path, files | _tokenizer_files(state))
+        write_small_files(path, files | _tokenizer_files(state) | _companions(state))
 
 
 class HuggingFace(Target):
@@ -326,21 +328,16 @@ class HuggingFace(Target):
             width = state.model.head_dim if huggingface.is_permuted(name) else 0
             tensors[hf_name] = export.weight(name, width)
         write_folder(path, tensors, export.shard_size)
-        bos: int | None = None
-        eos: int | None = None
+        dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
+        config = huggingface_config.to_config(state.model, length, dtype)
         files: dict[str, bytes] = {}
         if state.about.tokenizer:
             tokenizer = Tokenizer(state.path, state.about.tokenizer)
-            bos = tokenizer.bos
-            eos = tokenizer.eos
             files = to_files(tokenizer, length)
-        dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
-        files["config.json"] = _json(
-            huggingface_config.to_config(state.model, length, dtype, bos, eos)
-        )
-        files["generation_config.json"] = _json(
-            {"bos_token_id": bos, "eos_token_id": eos, "do_sample": False}
-        )
+            kept = huggingface_kept.files_of(state, tokenizer)
+            config |= kept.pop("config.json", {})
+            files |= {name: _json(value) for name, value in kept.items()}
+        files["config.json"] = _json(config)
         if TEMPLATE_FILE in state.about.files:
             files[TEMPLATE_FILE] = state.about.files[TEMPLATE_FILE]
         write_small_files(path, files)
@@ -466,7 +463,13 @@ def _shape_and_tokenizer(state: FullState) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     if state.about.model:
         files["model.json"] = state.about.model.to_json().encode()
-    return files | _tokenizer_files(state)
+    return files | _tokenizer_files(state) | _companions(state)
+
+
+def _companions(state: FullState) -> dict[str, bytes]:
+    """The chat template and the kept files of a model's folder."""
+    files = state.about.files
+    return {name: files[name] for name in (TEMPLATE_FILE, KEPT_FILE) if name in files}
 
 
 def _tokenizer_files(state: FullState) -> dict[str, bytes]:

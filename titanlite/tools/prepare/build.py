@@ -302,6 +302,7 @@ def _manifest(job: Job, records: list[PartRecord], tokenizer: Tokenizer) -> dict
         },
         "dtype": token_dtype(tokenizer.size).str,
         **({"chat_template": job.chat.template} if job.chat.template else {}),
+        **({"answer_end": job.chat.marker.strip()} if job.chat.marker else {}),
         "rows": {
             "rows": sum(record.counts.rows for record in records),
             "bad": sum(record.counts.bad for record in records),

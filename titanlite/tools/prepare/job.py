@@ -85,6 +85,8 @@ class ChatConfig:
     special: tuple[str, ...] = ()
     control: tuple[str, ...] = ()  # those that a message cannot have
     last_only: bool = False  # only the last answer of a conversation is trained
+    # What ends the last answer, where the template ends answers by the next turn's beginning only
+    marker: str = ""
 
 
 NO_CHAT = ChatConfig()

@@ -58,7 +58,7 @@ def row_documents(job: Job, piece: Piece) -> Iterator[Document | BadRow]:
 @functools.lru_cache(1)
 def _encoder(chat: ChatConfig) -> ChatEncoder:
     template = ChatTemplate(chat.template, chat.bos, chat.eos)
-    return ChatEncoder(template, chat.special, chat.control)
+    return ChatEncoder(template, chat.special, chat.control, chat.marker)
 
 
 def _conversation(row: int, values: Any, job: Job, split: str) -> Document | BadRow:

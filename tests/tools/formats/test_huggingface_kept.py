@@ -1,0 +1,141 @@
+"""Files that say how a model is used come back as they were; transformers is the judge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from chats import CHATML
+from foreign_tokenizers import trained
+from transformers_models import make
+
+from titanlite.tokenizer.tokenizer import Tokenizer
+from titanlite.tools.cli.main import main
+from titanlite.tools.formats.convert import Options, convert
+from titanlite.tools.formats.detect_format import open_full_state
+from titanlite.tools.formats.huggingface_kept import end_tokens, stops_of
+
+transformers = pytest.importorskip("transformers")
+PROMPT = "import os"
+TOKENIZER = {
+    "tokenizer_class": "Qwen2Tokenizer",
+    "bos_token": None,
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|endoftext|>",
+    "padding_side": "left",
+    "add_bos_token": False,
+}
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}
+
+
+def stored(folder: Path, name: str) -> dict:
+    return json.loads((folder / name).read_text())
+
+
+def generated(folder: Path) -> list[int]:
+    """What transformers generates greedily, with its own tokenizer and files."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    ids = model.generate(**prompt, max_new_tokens=60, do_sample=False)
+    return ids[0, prompt["input_ids"].shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> Path:
+    """A folder whose model ends after five tokens, with a token that only its files name."""
+    folder = tmp_path_factory.mktemp("qwen") / "model"
+    size = Tokenizer("", trained("qwen").encode()).size
+    theirs = make({"model_type": "qwen2", "vocab_size": size})
+    theirs.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(trained("qwen"))
+    config = TOKENIZER | {"chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    names = Tokenizer(folder).special
+    ids = {"bos_token_id": None, "pad_token_id": names["<|endoftext|>"]}
+    fields = stored(folder, "config.json") | ids | {"eos_token_id": names["<|im_end|>"]}
+    (folder / "config.json").write_text(json.dumps(fields))
+    free = generated(folder)
+    assert len(free) == 60
+    last = next(i for i in range(4, 60) if free[i] not in free[:i])
+    generation = ids | SAMPLING | {"eos_token_id": [names["<|im_end|>"], free[last]]}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert generated(folder) == free[: last + 1]
+    return folder
+
+
+def test_generate_begins_and_ends_as_transformers_does(qwen, capsys):
+    tokenizer = Tokenizer(qwen)
+    options = ["--prompt", PROMPT, "--max-new-tokens", "60", "--temperature", "0"]
+    assert main(["generate", str(qwen), *options]) == 0
+    output = capsys.readouterr()
+    expected = generated(qwen)
+    assert output.out == PROMPT + tokenizer.decode(expected[:-1]) + "\n"
+    assert "prompts begin with no special token" in output.err
+    assert stops_of(open_full_state(qwen), tokenizer) == {tokenizer.eos, expected[-1]}
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        "titanlite",
+        *(pytest.param(form, marks=pytest.mark.slow) for form in ("dcp", "safetensors", "hf")),
+    ],
+)
+def test_what_is_kept_comes_back(qwen, tmp_path, between):
+    convert(qwen, tmp_path / "between", Options(between), log=lambda text: None)
+    convert(tmp_path / "between", tmp_path / "back", Options("hf"), log=lambda text: None)
+    back = tmp_path / "back"
+    assert stored(back, "generation_config.json") == stored(qwen, "generation_config.json")
+    assert stored(back, "tokenizer_config.json") == TOKENIZER
+    assert (back / "chat_template.jinja").read_text() == CHATML
+    before = stored(qwen, "config.json")
+    after = stored(back, "config.json")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert after[name] == before[name]
+    assert generated(back) == generated(qwen)
+
+
+def test_a_gguf_file_keeps_the_end_of_a_turn_and_sampling(qwen, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "model.gguf"
+    convert(qwen, path, Options(), log=lambda text: None)
+    fields = gguf.GGUFReader(path).fields
+    generation = stored(qwen, "generation_config.json")
+
+    def value(name: str):
+        return fields[name].contents()
+
+    ids = [value(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "padding")]
+    assert ids == [*generation["eos_token_id"], generation["pad_token_id"]]
+    assert "tokenizer.ggml.bos_token_id" not in fields
+    assert value("general.sampling.temp") == pytest.approx(0.7)
+    assert value("general.sampling.top_k") == 20
+    convert(path, tmp_path / "back", Options("hf"), log=lambda text: None)
+    back = stored(tmp_path / "back", "generation_config.json")
+    assert back == {name: v for name, v in generation.items() if v is not None}
+    assert stored(tmp_path / "back", "config.json")["bos_token_id"] is None
+    assert generated(tmp_path / "back") == generated(qwen)
+
+
+def test_a_folder_without_the_file_has_the_ids_of_its_config(qwen, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in qwen.iterdir():
+        if file.name != "generation_config.json":
+            (source / file.name).symlink_to(file)
+    convert(source, tmp_path / "back", Options("hf"), log=lambda text: None)
+    assert not (tmp_path / "back/generation_config.json").exists()
+    assert stored(tmp_path / "back", "config.json")["eos_token_id"] == Tokenizer(qwen).eos
+
+
+def test_a_run_adds_the_ends_that_it_has_trained(qwen):
+    state = open_full_state(qwen)
+    tokenizer = Tokenizer(qwen)
+    kept = stored(qwen, "generation_config.json")["eos_token_id"]
+    assert end_tokens(state, tokenizer) == kept
+    state.about.data = "what a run was trained on"
+    state.about.files["chat_template.jinja"] = CHATML.replace("<|im_end|>", "<|im_start|>").encode()
+    assert end_tokens(state, tokenizer) == [*kept, tokenizer.special["<|im_start|>"]]

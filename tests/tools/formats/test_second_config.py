@@ -1,0 +1,89 @@
+"""The second reading of config.json: its numbers are those of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers_models import TOKENS, make
+
+from titanlite.tools.formats.second_config import described_by_fields
+
+transformers = pytest.importorskip("transformers")
+
+ROPES = {
+    "plain": {},
+    "linear": {"rope_type": "linear", "factor": 8.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn by lengths": {
+        "rope_type": "yarn",
+        "factor": None,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 4.0,
+        "beta_slow": 0.5,
+    },
+    "yarn of a factor below 1": {"rope_type": "yarn", "factor": 0.5, "attention_factor": None},
+    "yarn with its own amplitude": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5},
+}
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_frequencies_and_amplitude_are_those_of_transformers(rope):
+    theirs = make({"model_type": "llama", "rope_parameters": rope, "head_dim": 24})
+    fields = theirs.config.to_dict()
+    # As the file may have it: what transformers has added is left out
+    fields["rope_parameters"] = {"rope_theta": 20000.0, **rope}
+    found = described_by_fields(fields)
+    rotary = theirs.model.rotary_emb
+    expected = rotary.inv_freq.double()
+    torch.testing.assert_close(
+        torch.tensor(found.frequencies, dtype=torch.float64), expected, rtol=1e-5, atol=0
+    )
+    assert found.amplitude == pytest.approx(rotary.attention_scaling, rel=1e-6)
+
+
+FAMILIES = {
+    "mistral": {"model_type": "mistral", "sliding_window": 7},
+    "ministral": {
+        "model_type": "ministral",
+        "sliding_window": 7,
+        "head_dim": 8,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "qwen2": {
+        "model_type": "qwen2",
+        "sliding_window": 9,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+    },
+    "qwen2, not used": {"model_type": "qwen2", "sliding_window": 9},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("fields", FAMILIES.values(), ids=FAMILIES)
+def test_windows_and_shapes_are_those_of_transformers(fields):
+    theirs = make(fields)
+    written = theirs.config.to_dict()
+    for name in ("layer_types", "head_dim"):  # a file of transformers 4, or by hand, may lack them
+        if name not in fields:
+            written.pop(name, None)
+    found = described_by_fields(written)
+    attention = theirs.model.layers[0].self_attn
+    assert found.head_width == attention.head_dim
+    assert found.num_kv_heads * attention.num_key_value_groups == found.num_heads == 6
+    assert found.qkv_bias == (attention.q_proj.bias is not None)
+    assert found.qk_norm == hasattr(attention, "q_norm")
+    assert found.tied == (theirs.lm_head.weight is theirs.model.embed_tokens.weight)
+    for layer, window in enumerate(found.windows):
+        of_layer = getattr(theirs.model.layers[layer].self_attn, "sliding_window", None)
+        if fields["model_type"] == "mistral":  # its attention asks the configuration each time
+            of_layer = theirs.config.sliding_window
+        assert window == (of_layer or 0)
+    assert theirs(TOKENS[:1, :4]).logits.shape[-1] == written["vocab_size"]
