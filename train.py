@@ -151,7 +151,7 @@ def main(config: Config) -> int:
 
     # 5. Metrics and validation
     columns = (parts.scaler, parts.guard, noise_scale)  # each may add values to a logged step
-    metrics = Metrics(config, llama, folder, device, progress, columns)
+    metrics = Metrics(config, llama, folder, device, progress, columns, compiled)
     time_waits(metrics.step_times, device)  # wraps torch's functions that wait for other ranks
     plan_check = PlanCheck(functools.partial(compare_with_plan, config, llama, device))
     probes = Probes(config.metrics, stages, noise_scale, metrics)
@@ -221,12 +221,12 @@ def main(config: Config) -> int:
             garbage.step(progress.step)
             profiler.step(agreed.profile, last)
             requests.profiled()
-    profiler.close()
-    watchdog.close()
-    metrics.close()
-    garbage.close()
-    code = log_end(config, Path(__file__), progress.step, sampler.texts)
-    write_report(folder)
+        profiler.close()
+        watchdog.close()
+        metrics.close()
+        garbage.close()
+        code = log_end(config, Path(__file__), progress.step, sampler.texts)
+        write_report(folder)  # the sinks get it, with the traces
     write_export(config, folder, progress.step)
     requests.restore()
     return code

@@ -45,6 +45,7 @@ MARKS = {
     "sinks": "formats",
     "test_architecture.py": "parity",
     "test_contributing.py": "formats",
+    "test_first_hour.py": "formats",
     "test_fuzz.py": "formats",
     "test_gpu_script.py": "faults",
     "test_one_step.py": "parity",

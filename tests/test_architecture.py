@@ -176,6 +176,7 @@ SETS_ATTRIBUTES = {
     "titanlite/distributed/torch_private.py": {
         "ShardingPropagator._propagate_tensor_meta_non_cached",
         "Stage._inference_mode",
+        "cpp_extension.TORCH_LIB_PATH",
         "dynamo.recompile_limit",
         "functorch.activation_memory_budget",
         "functorch.unsafe_treat_script_objects_as_zero_size",

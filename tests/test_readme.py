@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from page_commands import commands
 
 from titanlite.config.load import flavors, load_config
 from titanlite.config.schema import sections
@@ -122,13 +123,6 @@ def test_every_section_and_flavor_is_described():
     assert all(f"`{flavor}`" in CONFIGURATION for flavor in flavors())
 
 
-def commands(text: str) -> list[str]:
-    """The lines of the shell blocks of a page, without comments."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line]
-
-
 def test_the_readme_has_four_commands_in_the_order_in_which_they_work():
     first, second, third, fourth = commands(README)
     assert first == "./run_train.sh"
@@ -137,6 +131,13 @@ def test_the_readme_has_four_commands_in_the_order_in_which_they_work():
     assert fourth == ".venv/bin/python -m titanlite verify --quick"
     resumed = load_config(shlex.split(third)[2:])
     assert resumed.training.steps > load_config(["debug"]).training.steps
+
+
+def test_the_commands_of_the_readme_fit_on_a_telephone():
+    """GitHub shows about 39 characters of a code block on a screen of 390 pixels."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    assert all(len(line) <= 39 for block in blocks for line in block.splitlines())
 
 
 def test_the_first_screen_has_what_a_stranger_looks_for():

@@ -1,5 +1,7 @@
 """A PyTorch-native pretraining reference for Llama models. `titanlite.launch` starts a run."""
 
+__version__ = "0.1.0"
+
 # not from typing: `python -m titanlite` would import it before __main__ has cleaned sys.path
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from messages import assert_mentions
 
-from titanlite.config.budget import epochs_in_steps
+from titanlite.config.budget import epochs_in_steps, warmup_problem
 from titanlite.config.load import load_config
 from titanlite.config.to_toml import to_toml
 from titanlite.optim.schedule import lr_factor
@@ -175,3 +175,24 @@ def test_epochs_need_one_length_and_one_number_of_steps(key, tmp_path):
         with pytest.raises(ConfigError) as caught:
             load_config([*asked, f"--{key}=1"])
         assert_mentions(caught.value.problems[0], f"{key} = 1.0", "different", key[:-7])
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "words"),
+    [
+        (100, "steps=99", ""),
+        (100, "steps=100", "0.002 is that of the last step alone"),
+        (100, "steps=400", "the last rate is 0.0005, and the peak rate 0.002 is never reached"),
+        (1, "steps=1", ""),
+        (8, "ratio=1.0", "warmup_steps = 8, and the run has 8 steps"),
+        (8, "tokens=80_000", "warmup_steps = 100, and the run has 8 steps"),
+    ],
+)
+def test_a_warmup_as_long_as_the_run_is_a_warning(steps, warmup, words):
+    options = [*SHAPE, f"--training.steps={steps}", f"--schedule.warmup_{warmup}"]
+    problem = warmup_problem(load_config(["debug", "--optimizer.lr=0.002", *options]))
+    assert words in problem
+    assert bool(problem) == bool(words)
+    if "never" in words:
+        config = load_config(["debug", *options])
+        assert lr_factor(config.schedule, steps, steps) == 0.25

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from titanlite.config.mistakes import suggestion, unknown_config, unknown_key, where, wrong_value
+from titanlite.config.mistakes import (
+    hub_advice,
+    suggestion,
+    unknown_config,
+    unknown_key,
+    where,
+    wrong_value,
+)
 
 TEXT = """
 [training]
@@ -67,3 +74,14 @@ def test_a_wrong_value_and_a_wrong_config_say_what_is_allowed():
     assert wrong_value("a.b", "0b", "a size", sizes).endswith("expected a size")
     assert wrong_value("a.b", 3, "a string", ()) == "a.b = 3: expected a string"
     assert "did you mean debug?" in unknown_config("debu", ["debug", "other"])
+
+
+def test_a_name_of_a_model_gets_the_command_that_downloads_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    advice = hub_advice("Qwen/Qwen2.5-0.5B")
+    assert "nothing is downloaded" in advice
+    assert "`hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B`" in advice
+    assert hub_advice(str(tmp_path / "Qwen/Qwen2.5-0.5B")) == advice
+    (tmp_path / "outputs").mkdir()
+    others = ("outputs/debugg", "/data/model", "./model", "a/b/c", "model", "hf:a/b", "a b/c", "")
+    assert not any(map(hub_advice, others))

@@ -143,14 +143,14 @@ def roll_back(arguments: list[str]) -> int:
         feeds.append(feed)
         start(feed)
 
-    def judged(guard, step, samples, loss, grad_norm):
+    def judged(guard, step, samples, loss, grad_norm, num_targets):
         if step == 5 and not done:
             done.append(step)
             deadline, size = time.monotonic() + 60, os.path.getsize(feeds[0].path)
             while min(feed.sent for feed in feeds) < size and time.monotonic() < deadline:
                 time.sleep(0.01)
             loss = loss * float("nan")
-        judge(guard, step, samples, loss, grad_norm)
+        judge(guard, step, samples, loss, grad_norm, num_targets)
 
     sinks.PERIOD, sinks.PATIENCE = 0.02, 60.0
     sinks.Feed.start, Guard.judge = started, judged

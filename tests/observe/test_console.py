@@ -46,6 +46,7 @@ EXTREMES = [
         "tflops": 12345.6,
         "memory_gib": 1234.5,
     },
+    {"eta": None},
     {"data_percent": 1e6, "data_wait_percent": 100.0, "tflops": 1e-7, "lr": 0.0, "eta": 0.0},
 ]
 
@@ -67,9 +68,11 @@ def test_the_plain_line():
     assert step_line("step 120/800", ROW) == (
         "step 120/800  loss 3.1416  grad_norm 0.988  lr 3.00e-04  "
         "tps 123,457  tflops 1.23  mfu n/a  memory 0.51GiB  "
-        "data 12.3%  wait 1.2%  eta 12:34"
+        "epoch 0.12  wait 1.2%  eta 12:34"
     )
     assert "  mfu 41.2%  " in step_line("", ROW | {"mfu": 41.23})
+    assert "  epoch 4.00  " in step_line("", ROW | {"data_percent": 400.0})
+    assert step_line("", ROW | {"eta": None}).endswith("  eta compiling")
 
 
 def test_durations():
@@ -95,8 +98,8 @@ def test_short_numbers():
 def test_a_table_of_80_columns(terminal):
     lines = TableFormatter("").format(record("", row=ROW)).splitlines()
     assert lines == [
-        " step/800     loss grad_norm       lr     tps TFLOPS   GiB   data wait      eta",
-        "      120   3.1416     0.988 3.00e-04 123,457   1.23  0.51  12.3%   1%    12:34",
+        " step/800     loss grad_norm       lr     tps TFLOPS   GiB epoch wait       eta",
+        "      120   3.1416     0.988 3.00e-04 123,457   1.23  0.51  0.12   1%     12:34",
     ]
 
 

@@ -199,3 +199,19 @@ def test_pauses_that_have_not_occurred_alone():
     eta = estimate(validation={"freq": 20}, checkpoint={"freq": 10})
     eta.add_window(1.0, 100, [(20, 5.0)])
     assert eta.remaining(95, 0) == 5
+
+
+def test_the_step_that_compiles_is_no_estimate():
+    """Step 1 takes 60 s of compiling and 1 s; each later one of 100 steps 1 s."""
+    off = (ValidationConfig(freq=0), CheckpointConfig(freq=0))
+    eta = Eta(100, *off, compiles=True)
+    eta.add_window(61.0, 10)
+    assert eta.remaining(1, 990) is None
+    eta.add_window(9.0, 90)
+    assert eta.remaining(10, 900) == pytest.approx(90.0)
+    only = Eta(1, *off, compiles=True)
+    only.add_window(61.0, 10)
+    assert only.remaining(1, 0) == 0
+    plain = Eta(100, *off)
+    plain.add_window(1.0, 10)
+    assert plain.remaining(1, 990) == pytest.approx(99.0)

@@ -86,7 +86,10 @@ def fail_to_report(arguments: list[str]) -> int:
 def test_a_run_without_a_report_is_a_run(pool, arguments, tmp_path):
     assert pool.run(1, fail_to_report, [*arguments, "--training.steps=1"]) == [0]
     assert_mentions(
-        (tmp_path / "debug/log.txt").read_text(), "WARNING no report was written", "done: 1 steps"
+        (tmp_path / "debug/log.txt").read_text(),
+        "WARNING schedule.warmup_steps = 2, and the run has 1 steps",
+        "WARNING no report was written",
+        "done: 1 steps",
     )
 
 

@@ -1,10 +1,39 @@
-"""Texts of others in messages and on a terminal."""
+"""Messages: ours are whole, texts of others are cut visibly and cannot control a terminal."""
 
 from __future__ import annotations
 
+import re
 import unicodedata
+from pathlib import Path
 
-from titanlite.runtime.errors import for_terminal, printable
+from titanlite.runtime.errors import ConfigError, for_terminal, printable, reason_of, shortened
+
+PATH_MAX = 4096  # bytes, on Linux
+PACKAGE = Path(__file__).parents[2] / "titanlite"
+
+
+def test_a_problem_with_two_of_the_longest_paths_is_whole():
+    path = "/" + "p" * (PATH_MAX - 1)
+    problem = f"{path}: is not a link to {path}; expected one"
+    error = ConfigError([problem, "another"])
+    assert error.problems == [problem, "another"]
+    assert reason_of(error) == f"{problem}; another"
+
+
+def test_texts_of_files_are_cut_visibly():
+    assert reason_of(ValueError("v" * 1000)) == "v" * 200 + "..."
+    assert shortened("value", 5) == "value"
+    assert len(ConfigError("x" * 1_000_000).problems[0]) < 20_000
+
+
+def test_no_file_cuts_the_text_of_an_error_that_may_be_ours():
+    """The child process that reads pickles raises none of ours."""
+    cutting = {
+        path.name
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"str\(error\)\)*\[:", path.read_text())
+    }
+    assert cutting <= {"pickle_reader.py"}
 
 
 def test_a_terminal_gets_no_control_character_but_tab_and_newline():

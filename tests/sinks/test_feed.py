@@ -30,6 +30,8 @@ class Store:
             False,
         )
         self.failures: list[int] = []  # how many of the next values are taken before send raises
+        self.files: dict[str, str] = {}
+        self.refuses: set[str] = set()
         self.hangs = threading.Event()
         self.hangs.set()
 
@@ -53,6 +55,11 @@ class Store:
                     raise ConnectionError("connection refused")
                 room -= 1
                 self.found.append((step, name, value))
+
+    def attach(self, path, name):
+        if name in self.refuses:
+            raise OSError("no storage")
+        self.files[name] = path.read_text()
 
     def close(self, failed):
         self.closed = True
@@ -217,6 +224,7 @@ class SlowFeed(threading.Thread):
     def __init__(self, numbers) -> None:
         super().__init__(daemon=True)
         self.numbers, self.sent, self.complete, self.sink_name = numbers, 0, False, "slow"
+        self.attached = 0
         self.start()
 
     def stop(self, failed: bool) -> None: ...
@@ -261,3 +269,26 @@ def test_the_identifier_of_a_run_stays(tmp_path):
     (tmp_path / "sinks_id").write_text("x/../../..")
     with refused(f"{tmp_path}/sinks_id", "16 hexadecimal digits"):
         read_run_id(tmp_path)
+
+
+def test_the_files_of_a_run_are_attached_after_its_rows(path, messages):
+    files = {
+        "report.html": "<html>",
+        "evaluations.jsonl": "{}\n",
+        "traces/step-8-rank-0.json.gz": "trace",
+        "traces/step-8-rank-0.txt": "summary",
+    }
+    others = {"traces/step-8-rank-0.memory.pickle": "", "events.jsonl": "", "log.txt": ""}
+    for name, text in (files | others).items():
+        target = path.parent / name
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(text)
+    write(path, 1, 2)
+    store = Store()
+    store.refuses = {"evaluations.jsonl"}
+    feed = feed_until_done(store, path)
+    assert feed.complete
+    assert store.closed
+    assert store.found == expected(1, 2)
+    assert store.files == {name: text for name, text in files.items() if name not in store.refuses}
+    assert [text for text in messages if "evaluations.jsonl could not be attached" in text]

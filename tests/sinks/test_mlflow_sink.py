@@ -27,6 +27,8 @@ def test_a_run_is_read_back_from_the_local_file(pool, arguments, tmp_path):
     assert stored.data.params["training.steps"] == "4"  # a parameter stays; the file is the newest
     assert "steps = 6\n" in next((tmp_path / "mlruns").rglob("config.toml")).read_text()
     assert stored.data.tags["layout"] == "one process"
+    (report,) = (tmp_path / "mlruns").rglob("report.html")
+    assert report.read_bytes() == (folder / "report.html").read_bytes()
 
 
 def patient_run(arguments: list[str]) -> int:

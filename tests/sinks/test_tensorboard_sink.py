@@ -22,4 +22,5 @@ def test_a_run_is_read_back(pool, arguments, tmp_path):
         )
         assert f"steps = {steps}" in texts
         assert "layout: dp_shard 2" in texts
+        assert str(folder / "report.html") in texts
     assert len(list((folder / "tensorboard").iterdir())) == 1

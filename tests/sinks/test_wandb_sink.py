@@ -28,6 +28,8 @@ def test_a_run_is_read_back(pool, arguments, tmp_path):
         assert config["training.steps"] == steps
         assert f"steps = {steps}\n" in config["config.toml"]
         assert config["layout"] == "one process"
+        (report,) = folder.glob("wandb/offline-run-*/files/report.html")
+        assert report.read_bytes() == (folder / "report.html").read_bytes()
 
 
 class Server:

@@ -95,9 +95,22 @@ def test_a_checkpoint_keeps_the_tokenizer(tmp_path, make):
 
 
 def test_without_the_package_the_reason_is_given(tmp_path, monkeypatch):
-    save(sentencepiece(), tmp_path)
+    folder = tmp_path / ("a_long_name" * 20)
+    folder.mkdir()
+    save(sentencepiece(), folder)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with refused("normalizer Prepend", "pip install tokenizers"):
+    with pytest.raises(ConfigError) as error:
+        Tokenizer(folder)
+    (problem,) = error.value.problems
+    for words in ("pip install tokenizers", "normalizer Prepend", str(folder)):
+        assert problem.count(words) == 1
+    assert problem.endswith(")")
+
+
+def test_without_the_package_a_file_that_is_no_tokenizer_is_not_its_fault(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with refused("not a tokenizer.json"):
         Tokenizer(tmp_path)
 
 

@@ -27,7 +27,7 @@ import torch
 
 from titanlite.checkpoint.grid import MAX_DIMS, Grid
 from titanlite.runtime.documents import parse_json
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, shortened
 from titanlite.runtime.files import read_bounded
 
 FORMAT = 3
@@ -198,7 +198,7 @@ def parse_manifest(path: Path, text: str) -> Manifest:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CorruptCheckpoint(
-            f"{path}: invalid manifest ({type(error).__name__}: {str(error)[:200]})"
+            f"{path}: invalid manifest ({type(error).__name__}: {shortened(str(error), 200)})"
         ) from None
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, reason_of
 
 # Part -> name -> Tensor or DTensor
 State = dict[str, dict[str, Any]]
@@ -186,5 +186,5 @@ class RandomState(Stateful):
                 torch.cuda.set_rng_state(state["cuda"])
         except (RuntimeError, ValueError, TypeError, OverflowError) as error:
             raise CorruptCheckpoint(
-                f"not a valid state of random generators ({str(error)[:200]})"
+                f"not a valid state of random generators ({reason_of(error)})"
             ) from None

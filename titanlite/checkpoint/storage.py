@@ -68,7 +68,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.planner import PlacementSavePlanner, StateMismatch
 from titanlite.checkpoint.shard_file import Shard, ShardFile, Written, write_files
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, shortened
 from titanlite.runtime.files import write_synced
 
 logger = logging.getLogger("titanlite")
@@ -352,7 +352,7 @@ def load_error(folder: Path, failed: CheckpointException) -> Exception:
         elif isinstance(error, ConfigError):
             unfit += error.problems
         else:
-            others.append(f"rank {rank}: {type(error).__name__}: {str(error)[:200]}")
+            others.append(f"rank {rank}: {type(error).__name__}: {shortened(str(error), 2000)}")
     if others:
         return RuntimeError("; ".join(others))
     if unfit:

@@ -78,6 +78,25 @@ def in_steps(config: Config) -> Config:
     return dataclasses.replace(config, training=training, schedule=schedule, checkpoint=checkpoint)
 
 
+def warmup_problem(config: Config) -> str:
+    """Writes a warning if the run ends within its warmup, or with it; empty otherwise.
+
+    The budget of `config` is in steps; while it is in epochs, nothing is known.
+    """
+    steps = config.training.steps
+    warmup = config.schedule.warmup_steps
+    if warmup <= 1 or warmup < steps or config.training.epochs or config.schedule.warmup_ratio:
+        return ""
+    reached = f"the peak rate {config.optimizer.lr:g} is that of the last step alone"
+    if warmup > steps:
+        reached = f"the last rate is {config.optimizer.lr * steps / warmup:g}, and the peak rate "
+        reached += f"{config.optimizer.lr:g} is never reached"
+    return (
+        f"schedule.warmup_steps = {warmup}, and the run has {steps} steps: {reached}; expected "
+        "fewer warmup steps, or schedule.warmup_ratio"
+    )
+
+
 def epochs_in_steps(config: Config, count: int) -> Config:
     """Replaces epochs in the config by steps; returns it unchanged if no key counts epochs.
 

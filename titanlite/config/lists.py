@@ -22,7 +22,7 @@ from titanlite.config.mistakes import suggestion
 from titanlite.config.schema import DataConfig, PhaseConfig, SourceConfig, TrainingConfig
 from titanlite.config.values import Mistake, convert
 from titanlite.runtime.documents import parse_json
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, shortened
 
 NAME = re.compile(r"[\w.-]+")
 
@@ -140,7 +140,7 @@ def _is_weight(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    return json.dumps(value, default=str)[:200]
+    return shortened(json.dumps(value, default=str), 1000)
 
 
 def resolve_sources(

@@ -5,13 +5,18 @@ Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import re
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 
 from titanlite.config.schema import sections
+from titanlite.runtime.errors import shortened
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)  # of an organisation or a model
 
 
 def suggestion(word: str, allowed: list[str], cutoff: float = 0.65) -> str:
@@ -69,7 +74,36 @@ def unknown_config(name: str, flavors: list[str]) -> str:
     """Writes the message for a CONFIG argument that is neither a file nor one of the flavors."""
     hint = suggestion(name, flavors)
     problem = f"config {name!r}: no such file, and no such flavor in train_configs/{hint}"
-    return f"{problem}; allowed: a path or one of {', '.join(flavors)}"
+    return f"{problem}{hub_advice(name)}; allowed: a path or one of {', '.join(flavors)}"
+
+
+def hub_name(path: str) -> str:
+    """Returns the name on huggingface.co, as ORG/NAME, that was given in place of a path; empty if
+    it is not such a name. Paths in a config are absolute already.
+    """
+    with contextlib.suppress(OSError):  # the current folder was deleted
+        path = path.removeprefix(f"{os.getcwd()}/")
+    parts = path.split("/")
+    if len(parts) != 2 or not all(HUB_NAME.fullmatch(part) for part in parts):
+        return ""
+    if os.path.isdir(parts[0]):  # a local folder, and its entry is mistyped
+        return ""
+    return path
+
+
+def hub_advice(path: str) -> str:
+    """Writes how to get a model whose name on huggingface.co was given in place of a path; empty
+    if it is not such a name.
+    """
+    name = hub_name(path)
+    if not name:
+        return ""
+    folder = name.partition("/")[2]
+    return (
+        "; nothing is downloaded: if it is a model on huggingface.co, get it by "
+        f"`hf download {name} --local-dir {folder}` (pip install huggingface_hub), and give the "
+        f"path {folder}"
+    )
 
 
 def wrong_value(name: str, value: object, expected: str, choices: tuple[object, ...]) -> str:
@@ -78,7 +112,8 @@ def wrong_value(name: str, value: object, expected: str, choices: tuple[object, 
     if isinstance(value, str):
         names = [str(choice) for choice in choices]
         hint = suggestion(value, names) or _with_part(value, names)
-    return f"{name} = {json.dumps(value, default=str)[:200]}: expected {expected}{hint}"
+    shown = shortened(json.dumps(value, default=str), 1000)
+    return f"{name} = {shown}: expected {expected}{hint}"
 
 
 def _with_part(word: str, names: list[str]) -> str:

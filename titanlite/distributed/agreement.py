@@ -27,7 +27,7 @@ from torch import Tensor
 
 from titanlite.distributed.process_group import PATIENCE, host_group
 from titanlite.runtime.documents import parse_json
-from titanlite.runtime.errors import ConfigError, StorageError
+from titanlite.runtime.errors import ConfigError, StorageError, shortened
 
 T = TypeVar("T")
 
@@ -213,7 +213,7 @@ def on_all_ranks(
             outcome = EXPECTED_ERROR
     except Exception as error:
         rank = dist.get_rank() if dist.is_initialized() else 0
-        problems = [f"rank {rank}: {type(error).__name__}: {str(error)[:200]}"]
+        problems = [f"rank {rank}: {type(error).__name__}: {shortened(str(error), 2000)}"]
         outcome = OTHER_ERROR
         other_error = error
     outcomes = gather((outcome, problems), channel)

@@ -52,9 +52,9 @@ def step_line(position: str, row: Row) -> str:
         f"tflops {row['tflops']:.3g}  "
         f"mfu {mfu}  "
         f"memory {row['memory_gib']:.2f}GiB  "
-        f"data {row['data_percent']:.1f}%  "
+        f"epoch {row['data_percent'] / 100:.2f}  "
         f"wait {row['data_wait_percent']:.1f}%  "
-        f"eta {duration(row['eta'])}"
+        f"eta {remaining(row['eta'], duration)}"
     )
 
 
@@ -77,6 +77,13 @@ def short_duration(seconds: float) -> str:
     if len(text) > 8:
         return f"{seconds / 86400:.1f}d"
     return text
+
+
+def remaining(seconds: float | None, show: Callable[[float], str]) -> str:
+    """Formats the remaining time; None, while only steps that compiled have been timed."""
+    if seconds is None:
+        return "compiling"
+    return show(seconds)
 
 
 def fixed(value: float | None, digits: int, width: int) -> str:
@@ -153,9 +160,9 @@ def columns(row: Row) -> list[Column]:
         Column("tps", 7, 6, lambda row: fixed(row["tps"], 0, 7)),
         speed,
         Column("GiB", 5, 2, lambda row: fixed(row["memory_gib"], 2, 5)),
-        Column("data", 6, 1, lambda row: fixed(row["data_percent"], 1, 5) + "%"),
+        Column("epoch", 5, 1, lambda row: fixed(row["data_percent"] / 100, 2, 5)),
         Column("wait", 4, 0, lambda row: f"{row['data_wait_percent']:.0f}%", yellow_if_long),
-        Column("eta", 8, 7, lambda row: short_duration(row["eta"])),
+        Column("eta", 9, 7, lambda row: remaining(row["eta"], short_duration)),
     ]
 
 

@@ -5,7 +5,8 @@ that are still to come. Their number follows from their frequencies; each is exp
 mean of the latest ones. Sampling from prompts counts as a part of its validation.
 Why it is here: a validation can take as long as a hundred steps, and the first step and the first
 evaluation of a process also compile. So the first logged window counts only until there is another
-one, and the first validation counts without its first forward.
+one, and not at all if blocks are compiled: until then nothing is known. The first validation counts
+without its first forward.
 What it costs: a few numbers for each logged step, all from the host's clock.
 """
 
@@ -39,9 +40,15 @@ class Eta:
     """Follows the windows between logged steps, and the pauses of training."""
 
     def __init__(
-        self, steps: int, validation: ValidationConfig, checkpoint: CheckpointConfig
+        self,
+        steps: int,
+        validation: ValidationConfig,
+        checkpoint: CheckpointConfig,
+        compiles: bool = False,
     ) -> None:
+        """`compiles`: whether the first step compiles."""
         self.steps = steps
+        self.compiles = compiles
         self.validation = validation
         self.checkpoint = checkpoint
         self.windows: deque[tuple[float, int]] = deque()  # (seconds, tokens)
@@ -98,11 +105,14 @@ class Eta:
             saves = True
         return Kind(validates, saves)
 
-    def remaining(self, step: int, tokens: int) -> float:
-        """Estimates the seconds from this step's log line until the last step is saved.
+    def remaining(self, step: int, tokens: int) -> float | None:
+        """Estimates the seconds from this step's log line until the last step is saved; None
+        while only the window that compiled is there.
 
         `tokens` are still to be trained on. The pause after this step is counted too.
         """
+        if self.compiles and self._first_window and tokens > 0:
+            return None
         training = tokens * self.seconds / max(1, self.tokens)
         cost = self._costs()
         both = self._count(step, math.lcm(self.validation.freq, self.checkpoint.freq))

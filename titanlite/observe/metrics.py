@@ -83,11 +83,13 @@ class Metrics:
         device: torch.device,
         progress: Progress,
         columns: Sequence[HasColumns] = (),
+        compiled: bool = False,
     ) -> None:
         """Removes lines after `progress.step` from metrics.jsonl in the run's `folder`; at step 0,
         all lines.
 
-        `columns`: the parts that add columns to logged steps. Raises ConfigError, on all ranks, if
+        `columns`: the parts that add columns to logged steps; `compiled`: whether the first step
+        compiles blocks. Raises ConfigError, on all ranks, if
         the file cannot be written.
         """
         self.config = config.metrics
@@ -101,7 +103,7 @@ class Metrics:
         self.progress = progress
         self.columns = columns
         self.step_times = StepTimes(self.config.step_times, device)
-        self.eta = Eta(self.num_steps, config.validation, config.checkpoint)
+        self.eta = Eta(self.num_steps, config.validation, config.checkpoint, compiled)
         self.file = LineFile(folder / "metrics.jsonl")
         broadcast_from_rank0(self._drop_later_lines)
         # Pauses since the last log: (step before it, seconds)

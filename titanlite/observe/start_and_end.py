@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from titanlite.config.budget import warmup_problem
 from titanlite.config.load import program_folder
 from titanlite.config.schema import Config
 from titanlite.distributed.mesh import Mesh
@@ -48,6 +49,9 @@ def log_start(
     """
     for note in unused_settings(config, mesh.degrees):
         logger.info(note)
+    problem = warmup_problem(config)
+    if problem:
+        logger.warning(problem)
     training = config.training
     axes = [f"{axis} {degree}" for axis, degree in mesh.degrees.items() if degree > 1]
     layout = ", ".join(axes) or "one process"

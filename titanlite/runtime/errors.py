@@ -22,7 +22,8 @@ LAUNCHED = "TITANLITE_LAUNCHED"
 LISTENER = "TITANLITE_LISTENER"
 
 
-LONGEST = 2000  # characters shown of a problem
+# Characters shown of a problem: more than a message of ours has that names two of the longest paths
+LONGEST = 10_000
 # Control characters but tab and newline, what changes the direction or the line, and halves of
 # characters, which cannot be written
 CONTROLS = re.compile(
@@ -45,6 +46,13 @@ def for_terminal(text: str) -> str:
     return CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def shortened(text: str, most: int) -> str:
+    """Cuts a text of a file or a command line after `most` characters, and marks the cut."""
+    if len(text) <= most:
+        return text
+    return text[:most] + "..."
+
+
 class ConfigError(ValueError):
     """The user's input is wrong.
 
@@ -65,9 +73,11 @@ class ConfigError(ValueError):
 
 def reason_of(error: Exception) -> str:
     """Describes what is wrong with a file, from the error that its values caused: a few words,
-    without the name of Python's exception.
+    without the name of Python's exception. A ConfigError keeps its whole text.
     """
-    text = str(error)[:200]
+    if isinstance(error, ConfigError):
+        return "; ".join(error.problems)
+    text = shortened(str(error), 200)
     if isinstance(error, KeyError):
         return f"it has no {text}"
     if isinstance(error, (TypeError, AttributeError)):

@@ -7,7 +7,8 @@ last step that it has of each metric, and gets the rows after it. So it gets eve
 order, even rows that were unsent when the run was killed.
 A failing sink is reported once, then tried again after 1, 2, 4, ... up to 60 seconds. The end of
 the run waits for rows that are still being sent, not for a sink without progress; what is left is
-sent by the next start of the same run.
+sent by the next start of the same run. After the last row a sink gets the run's files: the report,
+the traces and what `titanlite evaluate` has recorded by then.
 What it costs: the imports before the first step, a look at the file every second, and time of the
 interpreter that trains: 2 ms per row for TensorBoard, 0.5 ms for W&B, 17 ms for MLflow with a local
 file (docs/metrics.md).
@@ -26,7 +27,7 @@ from typing import Any, Protocol
 
 from titanlite.config.schema import MetricsConfig
 from titanlite.distributed.agreement import broadcast_from_rank0
-from titanlite.observe.metrics_file import RUN_ID, RowReader
+from titanlite.observe.metrics_file import EVALUATIONS, RUN_ID, RowReader
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded, replace_file
 from titanlite.runtime.phases import Phase, mark_phase
@@ -38,6 +39,7 @@ logger = logging.getLogger("titanlite")
 PATIENCE = 15.0  # seconds without progress after which the end of the run waits no longer
 # Seconds between two reads of the file, and at most between two attempts
 PERIOD = 1.0
+REPORT = "report.html"  # written by `tools/report` when a run ends
 LONGEST_PAUSE = 60.0
 
 
@@ -55,7 +57,19 @@ class Sink(Protocol):
 
     def send(self, rows: list[Scalars]) -> None: ...
 
+    def attach(self, path: Path, name: str) -> None:
+        """Adds a file of the run, under its name in the run's folder."""
+
     def close(self, failed: bool) -> None: ...
+
+
+def artifacts(folder: Path) -> list[Path]:
+    """Lists the files of a run that its sinks get at its end; not the memory of traces, which has
+    hundreds of megabytes.
+    """
+    traces = [path for path in folder.glob("traces/step-*") if path.suffix in (".gz", ".txt")]
+    candidates = [folder / REPORT, folder / EVALUATIONS, *sorted(traces)]
+    return [path for path in candidates if path.is_file()]
 
 
 class Feed(threading.Thread):
@@ -68,6 +82,7 @@ class Feed(threading.Thread):
         self.path = path
         self.reader: RowReader | None = None  # None: open the sink first
         self.sent = 0  # bytes of the file whose rows the sink has
+        self.attached = 0  # files of the run that the sink has
         self.complete = False
         self._last: defaultdict[str, int] = defaultdict(int)
         self._stopping = threading.Event()
@@ -91,6 +106,7 @@ class Feed(threading.Thread):
                     logger.info("metrics.sinks: %s: works again", self.sink_name)
                     self._failures = 0
                 if stopping:
+                    self._attach()
                     self.sink.close(self._run_failed)
                     self.complete = True
             except (Exception, SystemExit) as error:
@@ -118,6 +134,21 @@ class Feed(threading.Thread):
             self.sent = self.reader.position
             if not rows:
                 return
+
+    def _attach(self) -> None:
+        """Adds the run's files. A sink that refuses one, as a server without storage does, still
+        has the rows.
+        """
+        folder = self.path.parent
+        for path in artifacts(folder):
+            try:
+                self.sink.attach(path, str(path.relative_to(folder)))
+                self.attached += 1
+            except Exception as error:
+                text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                logger.warning(
+                    f"metrics.sinks: {self.sink_name}: {path.name} could not be attached: {text}"
+                )
 
     def _new(self, row: dict[str, Any]) -> Scalars:
         """Selects the values of a row that are newer than the sink's last step of their metric."""
@@ -215,7 +246,7 @@ class Sinks:
         progressed = now
         sent = 0
         while any(feed.is_alive() for feed in self.feeds) and now < min(end, progressed + PATIENCE):
-            count = sum(feed.sent for feed in self.feeds)
+            count = sum(feed.sent + feed.attached for feed in self.feeds)
             if count != sent:
                 sent = count
                 progressed = now

@@ -150,6 +150,11 @@ class MlflowSink:
         for start in range(0, len(metrics), MOST):
             self.client.log_batch(self.run, metrics=metrics[start : start + MOST])
 
+    def attach(self, path: Path, name: str) -> None:
+        """Stores a file of the run beside config.toml, with its folder."""
+        folder = name.rpartition("/")[0]
+        self.client.log_artifact(self.run, str(path), folder or None)
+
     def close(self, failed: bool) -> None:
         """Ends the run on the server; the next start of this run opens it again."""
         status = "FINISHED"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
+from titanlite.runtime.files import read_bounded
 from titanlite.sinks.metric_names import Scalars
 from titanlite.sinks.provenance import Provenance
 
@@ -53,6 +54,14 @@ class TensorBoardSink:
             for name, value in values.items():
                 self.writer.add_scalar(name, value, step, walltime=time)
         self.writer.flush()
+
+    def attach(self, path: Path, name: str) -> None:
+        """Adds the path of a file as a text, and the lines of JSON: TensorBoard keeps no files."""
+        assert self.writer is not None
+        text = f"    {path}\n"
+        if path.suffix == ".jsonl":
+            text += "".join(f"    {line}\n" for line in read_bounded(path).decode().splitlines())
+        self.writer.add_text(name, text, 0)
 
     def close(self, failed: bool) -> None:
         """Closes the file."""

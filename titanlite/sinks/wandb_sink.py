@@ -96,6 +96,11 @@ class WandbSink:
         for step, time, values in rows:
             self.run.log({**values, "_timestamp": time}, step=step)
 
+    def attach(self, path: Path, name: str) -> None:
+        """Adds a file to the run's files, which W&B uploads, or `wandb sync` later."""
+        base = str(path).removesuffix(name)
+        self.run.save(str(path), base_path=base, policy="now")
+
     def close(self, failed: bool) -> None:
         """Ends the run, and waits until it is uploaded or its file is complete."""
         # Forget the run first: if finishing fails, the next attempt starts a new one

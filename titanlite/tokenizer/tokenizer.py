@@ -17,11 +17,12 @@ from pathlib import Path
 
 import tiktoken
 
+from titanlite.config.mistakes import hub_advice
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.nfc import nfc
 from titanlite.tokenizer.tiktoken_pieces import pieces
-from titanlite.tokenizer.tokenizer_hf import HuggingFaceCodec, encoding_by_package
+from titanlite.tokenizer.tokenizer_hf import HuggingFaceCodec, PackageMissing, encoding_by_package
 from titanlite.tokenizer.tokenizer_json import VOCAB_FILE, Encoding, convert, find, parse
 from titanlite.tokenizer.vocab_and_merges import to_tokenizer_json
 
@@ -155,8 +156,9 @@ def _read(path: Path) -> tuple[Path, bytes]:
         return path, read_bounded(path, MAX_RANK_FILE)
     except OSError as error:
         raise ConfigError(
-            f"data.tokenizer = {str(path)!r}: {error.strerror or error}; expected a tiktoken rank "
-            f"file, a tokenizer.json, or a folder with one of them or with {VOCAB_FILE}"
+            f"data.tokenizer = {str(path)!r}: {error.strerror or error}{hub_advice(str(path))}; "
+            "expected a tiktoken rank file, a tokenizer.json, or a folder with one of them or with "
+            f"{VOCAB_FILE}"
         ) from None
 
 
@@ -173,6 +175,12 @@ def _of_json(path: Path, content: bytes) -> tuple[Encoding, HuggingFaceCodec | N
             return encoding_by_package(path, main, config)
         except ConfigError as error:
             raise ConfigError([*reason.problems, *error.problems]) from None
+        except PackageMissing:
+            reasons = "; ".join(text.removeprefix(f"{path}: ") for text in reason.problems)
+            raise ConfigError(
+                f"{path}: is for the package `tokenizers`, which is not installed: pip install "
+                f"tokenizers (tiktoken cannot encode as it says: {reasons})"
+            ) from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise reason from None  # it is not a tokenizer.json
 

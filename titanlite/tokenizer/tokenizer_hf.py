@@ -36,17 +36,15 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark for a space
 
 
+class PackageMissing(Exception):
+    """The package `tokenizers` is not installed."""
+
+
 class HuggingFaceCodec:
     """Encodes and decodes text without special tokens, and ids of both."""
 
     def __init__(self, path: Path, main: Json) -> None:
-        """Raises ConfigError if the package is missing, or cannot read the tokenizer."""
-        try:
-            import tokenizers
-        except ImportError:
-            raise ConfigError(
-                f"{path}: its text is encoded by the package `tokenizers`: pip install tokenizers"
-            ) from None
+        """Raises ConfigError if the package cannot read the tokenizer; PackageMissing."""
         self.special: dict[str, int] = {}
         ordinary = []
         for entry in main["added_tokens"]:
@@ -63,6 +61,10 @@ class HuggingFaceCodec:
         }
         if main["model"].get("dropout"):
             raise ConfigError(f"{path}: model.dropout makes ids random; allowed: null")
+        try:
+            import tokenizers
+        except ImportError:
+            raise PackageMissing from None
         texts = (json.dumps(main), json.dumps(of_text))
         problem = problem_of(texts)
         if problem:
@@ -113,7 +115,9 @@ class HuggingFaceCodec:
 
 
 def encoding_by_package(path: Path, main: Json, config: Json) -> tuple[Encoding, HuggingFaceCodec]:
-    """Reads the encoding of a tokenizer that needs the package. Raises ConfigError."""
+    """Reads the encoding of a tokenizer that needs the package. Raises ConfigError if the package
+    cannot read it; PackageMissing.
+    """
     codec = HuggingFaceCodec(path, main)
     contents = codec.token_bytes()
     largest = max([*contents, *codec.special.values()])

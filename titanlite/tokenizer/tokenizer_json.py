@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.runtime.documents import parse_json
-from titanlite.runtime.errors import ConfigError, reason_of
+from titanlite.runtime.errors import ConfigError, reason_of, shortened
 from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.byte_level import CHARACTERS, to_bytes, to_text
 
@@ -137,7 +137,7 @@ def parse(path: Path, content: bytes) -> tuple[Json, Json]:
         fields = dict(parse_json(config or b"{}"))
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"{path.with_name(JSON_FILES[1])}: not a JSON object ({str(error)[:80]})"
+            f"{path.with_name(JSON_FILES[1])}: not a JSON object ({reason_of(error)})"
         ) from None
     try:
         return dict(parse_json(main)), fields
@@ -308,9 +308,9 @@ def _pattern(pre_tokenizers: list[Json]) -> tuple[str, list[str]]:
     pattern = split["pattern"].get("Regex", "")
     if not KNOWN.fullmatch(pattern):
         problems.append(
-            f"pre_tokenizer Split: pattern {str(split['pattern'])[:200]}; allowed: alternatives of "
-            "the patterns of GPT-2, GPT-4, Llama 3, Qwen and gpt-oss, for which tiktoken is known "
-            "to match the same"
+            f"pre_tokenizer Split: pattern {shortened(str(split['pattern']), 500)}; allowed: "
+            "alternatives of the patterns of GPT-2, GPT-4, Llama 3, Qwen and gpt-oss, for which "
+            "tiktoken is known to match the same"
         )
     return pattern, problems
 
@@ -413,11 +413,13 @@ def _bos_and_eos(main: Json, config: Json, special: dict[str, int]) -> tuple[str
             raise ConfigError(f"{key} = {name!r} is not one of its {len(special)} added tokens")
         ends[key] = name
     if not ends:
-        message = (
+        names = [shortened(name, 40) for name in list(special)[:10]]
+        if len(special) > 10:
+            names.append("...")
+        raise ConfigError(
             "no token begins or ends a document: give bos_token or eos_token in a "
-            "tokenizer_config.json beside it; its added tokens: "
+            f"tokenizer_config.json beside it; its added tokens: {', '.join(names) or 'none'}"
         )
-        raise ConfigError((message + (", ".join(special) or "none"))[:300])
     either = next(iter(ends.values()))
     return ends.get("bos_token", either), ends.get("eos_token", either)
 

@@ -216,7 +216,7 @@ def _read_json(path: Path, optional: bool = False) -> Json:
     except (ValueError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path}: not a JSON object ({str(error)[:80]})") from None
+        raise ConfigError(f"{path}: not a JSON object ({reason_of(error)})") from None
 
 
 def _read_merges(folder: Path, vocab: Json) -> list[str]:

@@ -42,7 +42,7 @@ def test_each_line_of_a_text_file_is_a_row(tmp_path):
         (b'["prompt"]', "expected a JSON object, found list"),
         (b'{"text": "a"}', "has no `prompt`"),
         (b'{"prompt": ["a"]}', "`prompt`: expected a text, found list"),
-        (b'{"prompt": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", "expected a text, found float"),
         (b"[" * 200_000, "not JSON"),
     ],
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 from messages import assert_mentions
 
+import titanlite
 from titanlite.config.load import load_config
 from titanlite.tools.cli import train_command
 from titanlite.tools.cli.main import COMMANDS, limit_spinning, main
@@ -28,6 +31,20 @@ def test_usage_and_unknown_commands(capsys):
     errors = capsys.readouterr().err
     assert_mentions(errors, "'generat'", "did you mean generate?", "titanlite --help")
     assert len(errors.splitlines()) == 1
+    for argv, meant in ((["checkpoint", "lst"], "list"), (["tokenizer", "trian"], "train")):
+        assert main(argv) == 2
+        error = capsys.readouterr().err
+        assert_mentions(error, argv[1], f"did you mean {meant}?")
+        assert error.count("\n") == 1
+
+
+def test_the_version_is_that_of_the_package_and_of_torch(capsys):
+    assert main(["--version"]) == 0
+    torch = importlib.metadata.version("torch")
+    expected = f"titanlite {titanlite.__version__} (torch {torch}, Python {sys.version.split()[0]})"
+    assert capsys.readouterr().out == expected + "\n"
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## (\S+)", changelog, re.MULTILINE)[0] == titanlite.__version__
 
 
 def test_python_dash_m():
@@ -58,7 +75,9 @@ class Parsed(Exception):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_each_command_ends_with_examples_that_parse(name, capsys, monkeypatch):
     assert main([name, "--help"]) == 0
-    shown = capsys.readouterr().out.rpartition("\nexamples:\n")[2].splitlines()
+    text, _, examples = capsys.readouterr().out.rpartition("\nexamples:\n")
+    assert not re.search(r"error: |default: *(None|\))", text)
+    shown = examples.splitlines()
     assert shown
     parse = argparse.ArgumentParser.parse_known_args
 
@@ -84,8 +103,7 @@ def test_the_help_of_each_command_ends_with_examples_that_parse(name, capsys, mo
 
 
 def test_help_after_a_wrong_argument_is_an_error(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["checkpoint", "lst", "--help"])
+    assert main(["checkpoint", "lst", "--help"]) == 2
     assert "examples:" not in capsys.readouterr().out
 
 
@@ -99,6 +117,20 @@ def test_print_config_prints_what_reads_back(capsys, tmp_path):
     path = tmp_path / "resolved.toml"
     path.write_text(capsys.readouterr().out)
     assert load_config([str(path)]) == load_config(["cpu_25m", "--training.steps=3"])
+
+
+@pytest.mark.parametrize(
+    "command", [["train", "--print-config"], ["plan", "--estimate"]], ids=["config", "plan"]
+)
+def test_a_warmup_longer_than_the_run_is_a_warning(capsys, command):
+    name, option = command
+    assert main([name, "debug", "--training.steps=20", option]) == 0
+    printed = capsys.readouterr()
+    words = "warning: schedule.warmup_steps = 30, and the run has 20 steps"
+    assert words in " ".join((printed.out + printed.err).split())
+    assert main([name, "debug", "--training.steps=31", option]) == 0
+    printed = capsys.readouterr()
+    assert "warning" not in printed.out + printed.err
 
 
 def test_prepare_prints_the_folder(capsys, text_file):
@@ -118,6 +150,17 @@ def test_prepare_prints_the_folder(capsys, text_file):
         (
             ["train", "--print-config", "--trainig.steps=3"],
             ("trainig.steps", "did you mean training.steps?"),
+        ),
+        (["generate", "Qwen/Qwen3-0.6B"], ("hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B",)),
+        (["train", "Qwen/Qwen3-0.6B"], ("hf download Qwen/Qwen3-0.6B",)),
+        (
+            ["prepare", "README.md", "--tokenizer=Qwen/Qwen3-0.6B", "--out=x"],
+            ("data.tokenizer", "nothing is downloaded", "hf download Qwen/Qwen3-0.6B"),
+        ),
+        (["prepare", "debug", "--data.path=allenai/c4"], ("write hf:allenai/c4",)),
+        (
+            ["prepare", "debug", "--data.tokenizer=Qwen/Qwen3-0.6B"],
+            ("hf download Qwen/Qwen3-0.6B",),
         ),
         (["tokenizer", "train", "no/such/folder/x.model"], ("no/such/folder", "no such folder")),
         (["tokenizer", "train", "train.py"], ("train.py", "exists")),

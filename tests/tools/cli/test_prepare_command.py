@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import signal
 import struct
 import subprocess
@@ -21,6 +22,8 @@ from preparing import documents_of, prepared, write_megatron
 
 from titanlite.data.prepared_manifest import read_manifest
 from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.tokenizer import BUNDLED
+from titanlite.tools.chat.template import PLAIN
 from titanlite.tools.cli.main import main
 from titanlite.tools.cli.prepare_command import run
 from titanlite.tools.prepare import job
@@ -385,3 +388,21 @@ def test_help(capsys):
         "hf:NAME",
     ):
         assert option in shown
+
+
+def test_chat_says_which_tokenizer_and_template_it_used(tmp_path, capsys):
+    rows = tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows.write_text((json.dumps({"messages": messages}) + "\n") * 30)
+    assert main(["prepare", str(rows), "--chat", "--out", str(tmp_path / "a")]) == 0
+    said = capsys.readouterr().err
+    assert "tokenizer: the bundled one of 4,096 tokens (--tokenizer names another)" in said
+    assert "chat template: a plain one (--template names another)" in said
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(BUNDLED, folder)
+    (folder / "chat_template.jinja").write_text(PLAIN.replace("user", "user "))
+    command = ["prepare", str(rows), "--chat", "--tokenizer", str(folder / BUNDLED.name)]
+    assert main([*command, "--out", str(tmp_path / "b")]) == 0
+    path = folder / BUNDLED.name
+    assert f"tokenizer: {path}; chat template: that beside {path}\n" in capsys.readouterr().err

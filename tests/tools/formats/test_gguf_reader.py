@@ -456,7 +456,7 @@ def test_the_perplexity_of_a_released_model(tmp_path, capsys):
     text = Path(textwrap.__file__).read_text()[:8000]
     (tmp_path / "text.txt").write_text(text)
     seq_len = 256
-    options = ["--perplexity", str(tmp_path / "text.txt"), "--split", "train"]
+    options = ["--perplexity", str(tmp_path / "text.txt")]
     options += ["--seq-len", str(seq_len), "--json", str(tmp_path / "results.json")]
     assert main(["evaluate", str(path), *options]) == 0
     (found,) = json.loads((tmp_path / "results.json").read_text())["results"].values()
@@ -465,7 +465,7 @@ def test_the_perplexity_of_a_released_model(tmp_path, capsys):
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
     tokenizer = tokenizer_of(load_full_state(path))
-    ids = [tokenizer.bos, *tokenizer.encode(text), tokenizer.eos]  # the end is held out
+    ids = [tokenizer.bos, *tokenizer.encode(text), tokenizer.eos]
     total = 0.0
     for start in range(0, found["tokens"], seq_len):
         window = torch.tensor([ids[start : start + seq_len + 1]])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
+from titanlite.tools.cli.options import StrictParser
 
 EPILOG = """Each fault is a small patch of the running program, most of them shipped by other
 trainers (docs/faults.md). The command shows the patch and the layout, asks which figure of
@@ -50,7 +51,7 @@ def run(argv: list[str]) -> int:
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = StrictParser(
         prog="titanlite break",
         usage="titanlite break [NAME ...] [--show] [--list]",
         description="Plant a fault, predict what it changes, and see it.",

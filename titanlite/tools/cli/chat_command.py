@@ -121,7 +121,6 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser = StrictParser(
         prog="titanlite chat",
         description="Talk to a model in the terminal.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
         "path",
@@ -131,16 +130,19 @@ def _options(argv: list[str]) -> argparse.Namespace:
     )
     add_checkpoint_options(parser)
     parser.add_argument("--prompt", default="", help="answer this and end")
-    parser.add_argument("--system", default="", help="the system message; empty: none")
+    parser.add_argument("--system", default="", help="the system message; default: none")
     parser.add_argument("--template", type=Path, help="a chat template (Jinja) in place of its own")
     parser.add_argument(
         "--context",
         type=at_least(int, 0, 10**6),
         default=0,
-        help="tokens of the longest conversation; 0: the sequence length of training",
+        help="tokens of the longest conversation; 0 (default): the sequence length of training",
     )
     parser.add_argument(
-        "--max-new-tokens", type=at_least(int, 1, 10**6), default=256, help="tokens of an answer"
+        "--max-new-tokens",
+        type=at_least(int, 1, 10**6),
+        default=256,
+        help="tokens of an answer; default: %(default)s",
     )
     add_sampling_options(parser)
     add_processes_option(parser)

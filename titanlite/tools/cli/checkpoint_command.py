@@ -25,6 +25,7 @@ from titanlite.checkpoint.step_files import file_problems, verify_files
 from titanlite.distributed.run_folder import lock
 from titanlite.runtime.errors import ConfigError, printable
 from titanlite.runtime.progress import progress_bar
+from titanlite.tools.cli.options import StrictParser
 from titanlite.tools.formats.convert import describe
 from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.full_state import FullState
@@ -35,9 +36,7 @@ EXIT_DAMAGED = 1  # or the two checkpoints differ
 
 def run(argv: list[str]) -> int:
     """Runs the command; returns its exit code: 0, or 1 if a checkpoint is damaged or two differ."""
-    parser = argparse.ArgumentParser(
-        prog="titanlite checkpoint", description="Checkpoints of a run."
-    )
+    parser = StrictParser(prog="titanlite checkpoint", description="Checkpoints of a run.")
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="list the checkpoints of a run and their problems")
     listing.add_argument("run", type=Path, help="a run's folder, outputs/<run>")

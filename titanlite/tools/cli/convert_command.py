@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from titanlite.runtime.errors import ConfigError
+from titanlite.tools.cli.options import StrictParser
 from titanlite.tools.cli.stops import stoppable
 from titanlite.tools.formats.convert import Mismatch, convert
 from titanlite.tools.formats.detect_format import READABLE
@@ -21,7 +22,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 def run(argv: list[str]) -> int:
     """The command; returns its exit code: 0, or 1 if the output differs from the source."""
-    parser = argparse.ArgumentParser(
+    parser = StrictParser(
         prog="titanlite convert",
         description="Write a checkpoint in another format, tensor by tensor, and compare the two.",
         epilog=f"SOURCE is detected: {READABLE}. No process group and no GPU are needed.",

@@ -7,7 +7,6 @@ the copy is run by python or torchrun.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import shutil
@@ -19,6 +18,7 @@ from titanlite.config.load import flavors, program_folder
 from titanlite.runtime import interpreter
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import write_new_files
+from titanlite.tools.cli.options import StrictParser
 
 NEXT = """copied train.py and {count} configs to {folder}. To train with them:
   cd {quoted}
@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
 
     Raises ConfigError if a file is there already.
     """
-    parser = argparse.ArgumentParser(
+    parser = StrictParser(
         prog="titanlite eject",
         description="Copy train.py and the configs into a folder, to change them there.",
     )

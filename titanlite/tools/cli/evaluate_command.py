@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -31,6 +32,7 @@ EPILOG = """\
 The results of a checkpoint in a run's folder are added to evaluations.jsonl there and appear in
 its report. Nothing is downloaded without --online. docs/evaluate.md describes tasks with local
 data."""
+WHOLE = "validation"  # the split of all of a file's documents
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -130,10 +132,10 @@ def _options(argv: list[str]) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="DATA",
-        help="prepared folders, or text as in data.path",
+        help="prepared folders, or text as in data.path; all of a file, a split of a folder",
     )
     parser.add_argument(
-        "--split", choices=("validation", "train"), default="validation", help="of --perplexity"
+        "--split", choices=("validation", "train"), default="validation", help="of a folder"
     )
     add_checkpoint_options(parser)
     parser.add_argument(
@@ -189,8 +191,11 @@ def _prepared(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Prepare
     def prepare_all() -> list[str]:
         if this_rank() > 0:
             return []
-        parts = [DataConfig(path=path) for path in options.perplexity]
-        return [str(prepare(part, tokenizer, _note)) for part in parts]
+        folders = []
+        for path in options.perplexity:
+            split = WHOLE if Path(path).is_file() else ""
+            folders.append(str(prepare(DataConfig(path=path), tokenizer, _note, split=split)))
+        return folders
 
     folders = broadcast(on_all_ranks(prepare_all, PATIENT))
     data = [PreparedData(Path(folder), tokenizer) for folder in folders]
@@ -224,7 +229,19 @@ def _evaluate(
 
     mask = full.about.config.get("data", {}).get("document_mask") is True
     reading = Reading(shared.model.seq_len, options.limit or 0, options.batch_size, mask)
-    results = {part.name: perplexity(shared, part, options.split, reading) for part in texts}
+    results = {}
+    for path, part in zip(options.perplexity, texts, strict=True):
+        split = options.split
+        what = f"its {split} split"
+        whole = Path(path).is_file()
+        if whole:
+            split = WHOLE
+            what = "the whole file"
+        how = dataclasses.replace(reading, rest=whole)
+        results[part.name] = perplexity(shared, part, split, how)
+        if this_rank() == 0:
+            what = f"{options.limit} sequences of {what}" if options.limit else what
+            _note(f"{path}: {results[part.name]['tokens']:,} tokens, {what}")
     if options.tasks and this_rank() == 0:
         from titanlite.tools.evaluate.harness import Evaluated, run_tasks
         from titanlite.tools.formats.huggingface_kept import stops_of

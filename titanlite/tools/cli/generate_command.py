@@ -152,7 +152,6 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser = StrictParser(
         prog="titanlite generate",
         description="Sample text from a checkpoint.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
         "path",
@@ -162,7 +161,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     )
     add_checkpoint_options(parser)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", default=PROMPT, help="text to continue")
+    source.add_argument("--prompt", default=PROMPT, help=f"text to continue; default: {PROMPT}")
     source.add_argument(
         "--prompts",
         type=Path,
@@ -185,7 +184,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
         "--max-new-tokens",
         type=at_least(int, 0, 10**6),
         default=0,
-        help="number of tokens; 0: up to the sequence length of training",
+        help="number of tokens; 0 (default): up to the sequence length of training",
     )
     add_sampling_options(parser)
     add_processes_option(parser)

@@ -7,19 +7,24 @@ second.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.metadata
 import io
 import os
+import platform
 import signal
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
+from titanlite import __version__
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import EXIT_CONFIG, ConfigError
 from titanlite.runtime.interpreter import leave_out_current_folder, without_package
 
 HELP = ("-h", "--help")
+VERSION = "--version"
 
 
 class Command(NamedTuple):
@@ -128,8 +133,17 @@ def usage() -> str:
             *lines,
             "",
             "`titanlite COMMAND --help` lists the options and shows examples.",
+            "`titanlite --version` prints the version, and those of torch and Python.",
         ]
     )
+
+
+def version() -> str:
+    """The line of `titanlite --version`."""
+    torch = "no torch"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        torch = f"torch {importlib.metadata.version('torch')}"  # without importing it
+    return f"titanlite {__version__} ({torch}, Python {platform.python_version()})"
 
 
 def limit_spinning() -> None:
@@ -175,10 +189,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_command(name: str, arguments: list[str]) -> int:
-    """Imports the file of the command and runs it. Raises ConfigError for an unknown name."""
+    """Imports the file of the command and runs it; an unknown name is an error with the usage."""
     try:
         if name in HELP:
             print(usage())
+            return 0
+        if name == VERSION:
+            print(version())
             return 0
         if name not in COMMANDS:
             hint = suggestion(name, list(COMMANDS))
@@ -187,8 +204,8 @@ def run_command(name: str, arguments: list[str]) -> int:
         module = importlib.import_module(f"titanlite.tools.cli.{file}")
         if set(HELP) & set(arguments):
             return _print_help(name, module.run, arguments)
-        code: int = module.run(arguments)
-        return code
+        finished: int = module.run(arguments)
+        return finished
     finally:
         # While `main` can still handle a closed pipe: at its end the interpreter prints a traceback
         sys.stdout.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +43,9 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
         "--step", type=at_least(int, 0), help="step of the checkpoint; default: the newest"
     )
     parser.add_argument(
-        "--weights", default="model", help="of a run: model, or ema for the averaged weights"
+        "--weights",
+        default="model",
+        help="of a run: model (default), or ema for the averaged weights",
     )
     parser.add_argument(
         "--adapter",
@@ -56,7 +59,10 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", default="", help="a tokenizer's file or folder, for checkpoints without one"
     )
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="to compute on"
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="to compute on; default: %(default)s",
     )
 
 
@@ -73,19 +79,19 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         "--temperature",
         type=at_least(float, 0),
         default=0.7,
-        help="0: always the most likely token",
+        help="0: always the most likely token; default: %(default)s",
     )
     parser.add_argument(
         "--top-k",
         type=at_least(int, 0),
         default=50,
-        help="sample from the k most likely tokens; 0: from all",
+        help="sample from the k most likely tokens; 0: from all; default: %(default)s",
     )
     parser.add_argument(
         "--seed",
         type=at_least(int, 0, 2**63 - 1),
         default=0,
-        help="the same seed gives the same text",
+        help="the same seed gives the same text; default: %(default)s",
     )
 
 
@@ -103,7 +109,9 @@ def device_of(options: argparse.Namespace) -> torch.device:
 
 
 class StrictParser(argparse.ArgumentParser):
-    """A parser that raises ConfigError, and suggests the most similar option for an unknown one."""
+    """A parser that raises ConfigError, and suggests the most similar word for an unknown option,
+    action or choice.
+    """
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
@@ -118,4 +126,7 @@ class StrictParser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
+        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if choice:
+            message += suggestion(choice[1], re.findall(r"[\w.-]+", choice[2]))
         raise ConfigError(message)

@@ -42,7 +42,7 @@ from titanlite.tools.plan.machines import Machine, find_machine, price_of, read_
 from titanlite.tools.plan.page import page
 from titanlite.tools.plan.plan import Plan, make_plan, with_dtype
 from titanlite.tools.plan.scaling import scaling_laws, scaling_lines
-from titanlite.tools.plan.schedule import schedule_lines, schedule_points
+from titanlite.tools.plan.schedule import schedule_lines, schedule_points, schedule_warnings
 from titanlite.tools.plan.search import as_toml, search
 from titanlite.tools.plan.show import plan_json, plan_lines, search_lines
 
@@ -294,7 +294,7 @@ def _run_lines(plan: Plan, budget: Budget | None, options: argparse.Namespace) -
         "",
     ]
     if _has_length_of_config(config, options):
-        lines += [*schedule_lines(schedule_points(config)), ""]
+        lines += [*schedule_lines(schedule_points(config)), *schedule_warnings(config), ""]
     return [*lines, *scaling_lines(scaling_laws(parameters=parameters, tokens=budget.tokens))]
 
 

@@ -195,6 +195,21 @@ def chat_from(options: argparse.Namespace, tokenizer: Tokenizer) -> ChatConfig:
     return ChatConfig(template, *ends, special, control, options.last_answer, end.marker)
 
 
+def _tokenizer_and_template(
+    options: argparse.Namespace, tokenizer: Tokenizer, chat: ChatConfig
+) -> str:
+    """Describes which tokenizer and which template a model of this data needs."""
+    encoding = f"the bundled one of {len(tokenizer.ranks):,} tokens (--tokenizer names another)"
+    if options.tokenizer:
+        encoding = str(tokenizer.path)
+    template = f"that beside {tokenizer.path}"
+    if options.template:
+        template = options.template
+    elif chat.template == PLAIN:
+        template = "a plain one (--template names another)"
+    return f"tokenizer: {encoding}; chat template: {template}"
+
+
 def _default_field(options: argparse.Namespace) -> str:
     if options.chat and not options.prompt_field:
         return "messages"
@@ -208,6 +223,8 @@ def _log(text: str) -> None:
 def _prepare_sources(options: argparse.Namespace) -> int:
     tokenizer = Tokenizer(options.tokenizer)
     chat = chat_from(options, tokenizer)
+    if options.chat:
+        _log(_tokenizer_and_template(options, tokenizer, chat))
     field = options.field or _default_field(options)
     folder = options.out.absolute()
     sources: list[tuple[Source, Found]] = []

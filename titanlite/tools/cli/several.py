@@ -40,7 +40,7 @@ def add_processes_option(parser: argparse.ArgumentParser) -> None:
         type=at_least(int, 1, 1024),
         default=1,
         metavar="N",
-        help="share the weights among N processes of this machine, on CUDA one per GPU",
+        help="share the weights among N processes of this machine, on CUDA one per GPU; default: 1",
     )
 
 

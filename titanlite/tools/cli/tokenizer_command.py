@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from titanlite.runtime.errors import ConfigError, for_terminal, printable
-from titanlite.tools.cli.options import at_least
+from titanlite.tools.cli.options import StrictParser, at_least
 
 UNLIMITED = 1 << 40  # stands for no limit in a format that must have one
 
@@ -23,7 +23,7 @@ def run(argv: list[str]) -> int:
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="titanlite tokenizer", description="Byte-pair encodings.")
+    parser = StrictParser(prog="titanlite tokenizer", description="Byte-pair encodings.")
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train one and write it as a tiktoken rank file")
     train.add_argument("output", type=Path, help="the file to write")

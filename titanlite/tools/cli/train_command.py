@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import sys
+
+from titanlite.config.budget import warmup_problem
 from titanlite.config.help import help_text
 from titanlite.config.load import load_config
 from titanlite.config.to_toml import to_toml
@@ -21,5 +24,8 @@ def run(argv: list[str]) -> int:
     if PRINT_CONFIG in argv:
         config = load_config([word for word in argv if word != PRINT_CONFIG])
         print(to_toml(config), end="")  # which `load_config` reads back to the same config
+        problem = warmup_problem(config)
+        if problem:
+            print(f"warning: {problem}", file=sys.stderr)
         return 0
     return launch(argv)

@@ -12,6 +12,7 @@ from titanlite.config.mistakes import suggestion
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import Tokenizer
+from titanlite.tools.cli.options import StrictParser
 from titanlite.tools.verify.campaign import run_cases
 from titanlite.tools.verify.draw import draw_layouts
 from titanlite.tools.verify.ladder import (
@@ -104,7 +105,7 @@ def _cuda_devices() -> int:
 
 def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of the command, and the arguments of the config."""
-    parser = argparse.ArgumentParser(
+    parser = StrictParser(
         prog="titanlite verify",
         usage="titanlite verify [CONFIG] [--section.key=value ...] [options]",
         description="Show that every parallel layout computes the same as one process.",

@@ -37,7 +37,7 @@ from torch import Tensor
 from titanlite.config.mistakes import suggestion
 from titanlite.model.generate import generate
 from titanlite.model.llama import Llama
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, shortened
 from titanlite.tokenizer.tokenizer import Tokenizer
 
 NEW_TOKENS = 256  # of generated text, unless the task limits it; lm-eval's default
@@ -186,7 +186,7 @@ def run_tasks(
     except ConfigError:
         raise
     except Exception as error:  # of a task's file, of its code, or of reading its data
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 1000)
         advice = "data that is not on this machine is downloaded with --online"
         raise ConfigError(
             f"--tasks {','.join(names)}: cannot be loaded: {reason}; {advice}"

@@ -18,7 +18,8 @@ import torch
 
 from titanlite.data.order import permute
 from titanlite.data.prepared import PreparedData
-from titanlite.data.rows import IGNORED, read_batch, validation_rows
+from titanlite.data.rows import IGNORED, Rows, Windows, read_batch, validation_rows
+from titanlite.data.shards import Array, Tokens
 from titanlite.distributed.agreement import gather
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.runtime.errors import ConfigError
@@ -33,6 +34,34 @@ class Reading:
     samples: int
     batch_size: int
     document_mask: bool = False  # attention within documents, as in the run's training
+    rest: bool = False  # whether the tokens after the last whole window are read, too
+
+
+class WindowsAndRest:
+    """Windows as those of validation, and a last row with the rest of the text and padding."""
+
+    def __init__(self, tokens: Tokens, seq_len: int, description: str) -> None:
+        """`description` names the text in messages. The text is longer than a window."""
+        self.windows = Windows(tokens, seq_len, description)
+        self.count = math.ceil((len(tokens) - 1) / seq_len)
+
+    def fill(self, index: int, ids: Array, ignored: Array, document_mask: bool) -> Array | None:
+        """Writes row `index`: see `Rows.fill`."""
+        if index < self.windows.count:
+            return self.windows.fill(index, ids, ignored, document_mask)
+        tokens = self.windows.tokens
+        start = index * self.windows.seq_len
+        length = len(tokens) - start
+        ids[:length] = tokens.read(start, length)
+        ignored[length - 1 :] = True
+        targets = tokens.targets(start + 1, length - 1)
+        if targets is not None:
+            ignored[: length - 1] = ~targets
+        if not document_mask:
+            return None
+        starts = tokens.document_starts(start + 1, len(tokens)) - start
+        ignored[starts - 1] = True  # the label would be the first token of another document
+        return starts
 
 
 @torch.no_grad()
@@ -46,7 +75,10 @@ def perplexity(
     """
     tokens = data.tokens(split)
     seq_len = max(1, min(reading.seq_len, len(tokens)))  # no more padding than is needed
-    windows = validation_rows(tokens, seq_len, f"{split} text of {data.name}")
+    description = f"{split} text of {data.name}"
+    windows: Rows = validation_rows(tokens, seq_len, description)
+    if reading.rest and len(tokens) > seq_len:
+        windows = WindowsAndRest(tokens, seq_len, description)
     token_bytes = torch.tensor(data.tokenizer.token_bytes)
     count = min(reading.samples or windows.count, windows.count)
     device = shared.model.rope.device

@@ -14,7 +14,7 @@ import logging
 from pathlib import Path
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
-from titanlite.config.mistakes import suggestion
+from titanlite.config.mistakes import hub_advice, suggestion
 from titanlite.model.flavors import FLAVORS, LlamaConfig
 from titanlite.model.shape_file import from_json
 from titanlite.runtime.errors import ConfigError, reason_of
@@ -93,9 +93,11 @@ def open_adapter(
             return state
     if path.is_file() and (path.parent / peft.CONFIG).is_file():
         raise ConfigError(f"{path}: is a file of adapters; give its folder: {path.parent}")
+    problem = "holds no adapters"
+    if not path.exists():
+        problem = f"no such folder{hub_advice(str(path))}"
     raise ConfigError(
-        f"{path}: holds no adapters; expected a run with lora.rank > 0, or a folder with "
-        f"{peft.CONFIG}"
+        f"{path}: {problem}; expected a run with lora.rank > 0, or a folder with {peft.CONFIG}"
     )
 
 
@@ -112,9 +114,7 @@ def _open_one(path: Path, selection: Selection) -> FullState:
     try:
         state = _open(path, step)
     except OSError as error:
-        raise ConfigError(
-            f"{str(error.filename or path)[:300]}: {error.strerror or error}"
-        ) from None
+        raise ConfigError(f"{error.filename or path}: {error.strerror or error}") from None
     names = [
         name
         for name in (*state.tensors, *state.others)
@@ -192,7 +192,8 @@ def read_model(model: str, state: FullState) -> LlamaConfig:
 
 def _open(path: Path, step: int | None) -> FullState:
     if not path.exists():
-        raise ConfigError(f"{path}: no such file or folder; expected {READABLE}")
+        advice = hub_advice(str(path))
+        raise ConfigError(f"{path}: no such file or folder{advice}; expected {READABLE}")
     if path.is_file():
         return _open_file(path)
     if is_step_folder(path):

@@ -25,6 +25,7 @@ from pathlib import Path
 from titanlite.distributed.run_folder import lock
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import sync_folder, write_synced
+from titanlite.tools.formats.model_card import CARD, is_card
 
 logger = logging.getLogger("titanlite")
 # Constants of linux/fcntl.h and linux/fs.h
@@ -69,9 +70,7 @@ def require_replaceable(path: Path, target: Path) -> list[str]:
             f"{target}: is a link or a device; --force replaces files and folders only"
         )
     content = sorted(path.iterdir()) if path.is_dir() else []
-    others = [
-        inner.name for inner in content if inner.is_dir() or not REPLACEABLE.fullmatch(inner.name)
-    ]
+    others = [inner.name for inner in content if not _is_replaceable(inner)]
     if others:
         raise ConfigError(
             f"{target}: holds {', '.join(others[:3])}; --force replaces only folders whose files "
@@ -79,6 +78,13 @@ def require_replaceable(path: Path, target: Path) -> list[str]:
             "written"
         )
     return [inner.name for inner in content]
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Whether a conversion could have written this file of a folder."""
+    if path.is_dir():
+        return False
+    return bool(REPLACEABLE.fullmatch(path.name)) or (path.name == CARD and is_card(path))
 
 
 @contextlib.contextmanager
@@ -267,7 +273,7 @@ def remove(path: Path, names: list[str] | None = None) -> None:
         if path.is_dir() and not path.is_symlink():
             checked = os.listdir(path) if names is None else names
             removable = [
-                name for name in checked if REPLACEABLE.fullmatch(name) or PARTIAL.fullmatch(name)
+                name for name in checked if _is_replaceable(path / name) or PARTIAL.fullmatch(name)
             ]
             for name in removable:
                 with contextlib.suppress(OSError):

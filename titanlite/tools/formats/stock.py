@@ -27,7 +27,7 @@ import torch
 
 from titanlite.checkpoint.grid import Box, grid_of
 from titanlite.checkpoint.manifest import CorruptCheckpoint
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, shortened
 from titanlite.tools.formats.full_state import FullTensor, Part, Record
 from titanlite.tools.formats.pickle_reader import UnreadablePickle, UnsafeName, read_pickle
 from titanlite.tools.formats.torch_file import STORAGES, Archive, Slice, require_room
@@ -170,7 +170,7 @@ class StockPart(Part):
             except Exception as error:
                 raise CorruptCheckpoint(
                     f"{self.file}: {self.name[:200]!r} cannot be read "
-                    f"({str(error)[:200] or type(error).__name__}); "
+                    f"({shortened(str(error), 200) or type(error).__name__}); "
                     "expected one tensor as torch.save writes it"
                 ) from None
         return self.located[0]

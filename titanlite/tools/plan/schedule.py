@@ -7,9 +7,11 @@ change of the batch size. Imports no torch.
 
 from __future__ import annotations
 
+import textwrap
 from typing import NamedTuple
 
 from titanlite.config.batch_sizes import samples_after, segments
+from titanlite.config.budget import warmup_problem
 from titanlite.config.changes import milestones
 from titanlite.config.schema import Config, ScheduleConfig
 from titanlite.optim.schedule import lr_factor
@@ -88,3 +90,11 @@ def schedule_lines(points: list[Point]) -> list[str]:
             f"{point.sequences:>12,}"
         )
     return lines
+
+
+def schedule_warnings(config: Config) -> list[str]:
+    """Lines below the table: a warmup that is at least as long as the run."""
+    problem = warmup_problem(config)
+    if not problem:
+        return []
+    return textwrap.wrap(f"warning: {problem}", 80, initial_indent="  ", subsequent_indent="    ")

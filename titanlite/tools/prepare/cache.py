@@ -11,6 +11,7 @@ every start.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -64,36 +65,41 @@ def source_of(section: DataConfig) -> Source:
 
 
 def prepare(
-    section: DataConfig, tokenizer: Tokenizer, log: Log = print, found: Found | None = None
+    section: DataConfig,
+    tokenizer: Tokenizer,
+    log: Log = print,
+    found: Found | None = None,
+    split: str = "",
 ) -> Path:
     """The folder of prepared data for a config, which is made if it does not exist.
 
     Files that have changed since they were verified are verified.
-    `found`: the result of `find_text`, if that has been called.
+    `found`: the result of `find_text`, if that has been called. `split`: the split of all
+    documents; empty: a part is held out.
     Raises ConfigError with the path of text that is missing, empty or not UTF-8, or of damaged
     data.
     """
     prepared = open_prepared(section)
     if prepared is not None:
         return prepared
-    source = source_of(section)
+    source = dataclasses.replace(source_of(section), split=split)
     found = found or find(source)
     given = section.cache or os.environ.get("TITANLITE_CACHE")
     cache = Path(given) if given else Path.home() / ".cache/titanlite"
     held_out = find(source.held_out()).files if source.validation else []
-    identity = json.dumps(
-        [
-            FORMAT,
-            found.root,
-            tokenizer.sha256,
-            source.field,
-            source.prompt_field,
-            [versions(found.files), versions(held_out)],
-        ]
-    )
+    identity: list[object] = [
+        FORMAT,
+        found.root,
+        tokenizer.sha256,
+        source.field,
+        source.prompt_field,
+        [versions(found.files), versions(held_out)],
+    ]
+    if split:
+        identity.append(split)
     if any(Path(file.path).suffix in RAW_NAMES for file in found.files):
-        identity += f"type of the ids: {source.ids}"
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        identity.append(f"type of the ids: {source.ids}")
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     folder = cache / f"{found.name}-{digest}"
     if not (folder / "manifest.json").exists():
         # Once per text: other runs do without it

@@ -60,7 +60,7 @@ def plan_job(
     files: list[File] = []
     roots = []
     for source, found in sources:
-        files += _files(source, found, "", tokenizer)
+        files += _files(source, found, source.split, tokenizer)
         roots.append(found.root)
     if first.validation:
         files = [file._replace(split="train") for file in files]

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from titanlite.config.mistakes import hub_name
 from titanlite.data.prepared import is_prepared
 from titanlite.runtime.errors import ConfigError
 
@@ -63,6 +64,7 @@ class Source:
     validation: str = ""  # another source, of validation documents; empty: a part of this one
     keys: Keys = CONFIG_KEYS
     ids: str = "auto"  # the type of the ids in files that do not state it; auto: by the data
+    split: str = ""  # the split of all its documents; empty: a part is held out
 
     def held_out(self) -> Source:
         """The source of the validation documents, if they are not a part of this one."""
@@ -108,7 +110,11 @@ def find(source: Source) -> Found:
                 raise ConfigError(f"{keys.path} = {path!r}: the file is empty")
             return _found(name, root.parent, [root])
         if not root.is_dir():
-            raise ConfigError(f"{keys.path} = {path!r}: no such file or folder")
+            hint = ""
+            name = hub_name(path)
+            if name:
+                hint = f"; for a data set on huggingface.co write {HUB}{name}"
+            raise ConfigError(f"{keys.path} = {path!r}: no such file or folder{hint}")
     except (OSError, RuntimeError) as error:  # the name is too long, or a link points to itself
         raise ConfigError(f"{keys.path} = {path!r}: {error}") from None
     try:

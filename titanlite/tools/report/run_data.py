@@ -25,7 +25,7 @@ import numpy as np
 
 from titanlite.observe.metrics_file import EVALUATIONS, LONGEST
 from titanlite.runtime.documents import parse_json, read_toml
-from titanlite.runtime.errors import printable
+from titanlite.runtime.errors import printable, reason_of
 
 MOST_BYTES = 1 << 31  # of metrics.jsonl
 MOST_COLUMNS = 4096  # seven measures of each of 126 layers are 882
@@ -314,7 +314,7 @@ def _read_config(path: Path, run: Run) -> None:
     try:
         tables = read_toml(path)
     except ValueError as error:
-        run.notes.append(f"config.toml: {str(error)[:200]}")
+        run.notes.append(f"config.toml: {reason_of(error)}")
         return
     for section, keys in tables.items():
         if not isinstance(keys, dict):

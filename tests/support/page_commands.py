@@ -1,0 +1,13 @@
+"""The shell commands that a page shows."""
+
+from __future__ import annotations
+
+import re
+
+
+def commands(text: str) -> list[str]:
+    """The lines of the shell blocks of a page, without comments; a continued line is one."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = [block.replace(" \\\n ", "") for block in blocks]
+    lines = [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line]
