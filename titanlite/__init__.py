@@ -1,6 +1,6 @@
 """A PyTorch-native pretraining reference for Llama models. `titanlite.launch` starts a run."""
 
-__version__ = "0.1.0"
+from titanlite.runtime.version import __version__ as __version__
 
 # not from typing: `python -m titanlite` would import it before __main__ has cleaned sys.path
 TYPE_CHECKING = False

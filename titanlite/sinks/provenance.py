@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from titanlite import __version__
 from titanlite.runtime.device import device_name, device_type
+from titanlite.runtime.version import __version__
 
 PACKAGE = Path(__file__).parents[1]
 PASSWORD = re.compile(r"//[^/@\s\"]+@")

@@ -18,10 +18,10 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-from titanlite import __version__
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import EXIT_CONFIG, ConfigError
 from titanlite.runtime.interpreter import leave_out_current_folder, without_package
+from titanlite.runtime.version import __version__
 
 HELP = ("-h", "--help")
 VERSION = "--version"
