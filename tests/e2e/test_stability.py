@@ -73,11 +73,11 @@ def ask_with_nan(arguments: list[str], folder: Path) -> str:
     judge = Guard.judge
     steps: list[int] = []
 
-    def judged(guard, step, samples, loss, grad_norm):
+    def judged(guard, step, samples, loss, grad_norm, num_targets):
         steps.append(step)
         if steps == [1, 2, 3]:
             (folder / "SAVE").touch()
-        judge(guard, step, samples, loss, grad_norm)
+        judge(guard, step, samples, loss, grad_norm, num_targets)
 
     with (
         mock.patch.object(Guard, "judge", judged),
@@ -378,10 +378,10 @@ def always_bad(arguments: list[str], step: int) -> str:
 
     original = Guard.judge
 
-    def judge(guard, number, samples, loss, grad_norm):
+    def judge(guard, number, samples, loss, grad_norm, num_targets):
         if number == step:
             loss = loss * float("nan")
-        original(guard, number, samples, loss, grad_norm)
+        original(guard, number, samples, loss, grad_norm, num_targets)
 
     with mock.patch.object(Guard, "judge", judge):
         try:

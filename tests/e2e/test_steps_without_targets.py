@@ -49,6 +49,7 @@ def test_a_step_without_targets_has_no_loss(pool, options, data, tmp_path):
     assert len(empty) > steps / 2
     assert [row["step"] for row in found if row["loss"] is None] == empty
     assert [row["step"] for row in found if row["perplexity"] is None] == empty
+    assert [row["step"] for row in found if row["grad_norm"] is None] == empty
     encode = Tokenizer("").encode
     answers = sum(len(encode(answer)) + 1 for answer in ANSWERS)  # each with its end token
     assert sum(row["targets"] for row in found) == answers

@@ -53,7 +53,7 @@ def expected(temperature: float = 0.0) -> list[str]:
     found = []
     for i, prompt in enumerate(PROMPTS):
         ids = [BOS, *TOKENIZER.encode(prompt)]
-        options = {"stop": EOS, "temperature": temperature, "top_k": 50, "seed": 5 + i}
+        options = {"stop": {EOS}, "temperature": temperature, "top_k": 50, "seed": 5 + i}
         found.append(
             TOKENIZER.decode(list(generate(small_model(SEQ_LEN, config=EVEN), ids, NEW, **options)))
         )

@@ -51,3 +51,14 @@ def test_ends_and_names():
     assert name_in(kept, "bos_token", "<s>") == ""
     assert name_in(kept, "eos_token", "<e>") == "</s>"
     assert name_in({}, "bos_token", "<s>") == "<s>"
+
+
+def test_numbers_are_kept_as_transformers_writes_them(tmp_path, caplog):
+    """10^30 is the longest text of a tokenizer without one; NaN is no number of JSON."""
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text('{"model_max_length": 1000000000000000019884624838656}')
+    assert b"1000000000000000019884624838656" in to_files(read_kept(tmp_path))["huggingface.json"]
+    path.write_text('{"temperature": NaN}')
+    assert read_kept(tmp_path) == {}
+    assert "expected a JSON object of finite numbers" in caplog.text
+    assert from_bytes(b'[["eos_token_id", 5]]') == {}

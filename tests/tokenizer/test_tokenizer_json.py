@@ -328,6 +328,19 @@ def test_a_prompt_begins_as_the_package_begins_it(tmp_path, post_processor):
     assert ours.prompt_rule().startswith(f"prompts begin with {named}, ")
 
 
+@pytest.mark.parametrize("ids", [[999_999], [1] * 17])
+def test_a_prompt_cannot_begin_with_what_is_no_token(tmp_path, ids):
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": ids, "tokens": ["<s>"] * len(ids)}},
+    }
+    main = json.loads(trained("qwen")) | {"post_processor": template}
+    with refused("post_processor: ids "):
+        Tokenizer(write(tmp_path, main, bos_token="<|endoftext|>"))
+
+
 def test_encoding_alone_keeps_the_place_of_the_last_merge():
     merges = {(b"a", b"b"): 1, (b"ab", b"c"): 2, (b"b", b"c"): 0, (b"a", b"bc"): 5}
     assert encode_alone(b"abc", merges) == ([b"abc"], 5)

@@ -41,12 +41,14 @@ def step_line(position: str, row: Row) -> str:
     if row["mfu"] is not None:
         mfu = f"{row['mfu']:.1f}%"
     loss = "n/a"  # a step without targets
+    norm = "n/a"
     if row["loss"] is not None:
         loss = f"{row['loss']:.4f}"
+        norm = f"{row['grad_norm']:.3f}"
     return (
         f"{position}  "
         f"loss {loss}  "
-        f"grad_norm {row['grad_norm']:.3f}  "
+        f"grad_norm {norm}  "
         f"lr {row['lr']:.2e}  "
         f"tps {row['tps']:,.0f}  "
         f"tflops {row['tflops']:.3g}  "

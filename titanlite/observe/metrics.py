@@ -176,7 +176,7 @@ class Metrics:
         row: dict[str, Any] = {
             "step": progress.step,
             "loss": loss_value if targets else None,
-            "grad_norm": norm_value,
+            "grad_norm": norm_value if targets else None,
             "lr": lr,
             "tokens": progress.tokens,
             **self._speed(tokens, seconds),
@@ -211,7 +211,8 @@ class Metrics:
     def _warn_of_empty_steps(self, empty_steps: int) -> None:
         """Warns when the first step without targets has been read, and after the last step."""
         last = self.progress.step == self.num_steps
-        if empty_steps > 0 and (self._empty_steps_said == 0 or last):
+        news = empty_steps > 0 and (self._empty_steps_said == 0 or last)
+        if news and dist.get_rank() == 0:  # the counts are those of all ranks
             self._empty_steps_said = empty_steps
             logger.warning(
                 "%d of %d steps had no target (all their tokens are prompt or padding): they have "

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,29 @@ def _object(path: Path) -> Json:
     if not content:
         return {}
     try:
-        return dict(parse_json(content))
-    except (ValueError, TypeError):
-        logger.warning("%s: is not kept: expected a JSON object", path)
+        value = _as_written(parse_json(content))
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        logger.warning("%s: is not kept: expected a JSON object of finite numbers", path)
         return {}
+    return value
+
+
+def _as_written(value: Any) -> Any:
+    """The integers beyond 64 bits as integers again, of which `parse_json` makes floats;
+    transformers writes 10^30 so. Raises ValueError for NaN and infinity.
+    """
+    if isinstance(value, dict):
+        return {name: _as_written(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_as_written(item) for item in value]
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError("not a number of JSON")
+        if 1 << 63 <= abs(value) < 1e40:
+            return int(value)
+    return value
 
 
 def to_files(kept: Kept) -> dict[str, bytes]:
@@ -106,11 +126,13 @@ def to_files(kept: Kept) -> dict[str, bytes]:
 def from_bytes(content: bytes) -> Kept:
     """The inverse of `to_files`; nothing for other content."""
     try:
-        objects = dict(parse_json(content or b"{}"))
-        return {name: dict(value) for name, value in objects.items()}
-    except (ValueError, TypeError):
+        objects = _as_written(parse_json(content or b"{}"))
+    except ValueError:
+        objects = None
+    if not isinstance(objects, dict) or not all(isinstance(o, dict) for o in objects.values()):
         logger.warning("%s: expected a JSON object of objects; it is not used", KEPT_FILE)
         return {}
+    return objects
 
 
 def ends_of(kept: Kept) -> list[int]:

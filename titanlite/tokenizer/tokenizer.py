@@ -18,7 +18,7 @@ from pathlib import Path
 import tiktoken
 
 from titanlite.config.mistakes import hub_advice
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, printable
 from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.nfc import nfc
 from titanlite.tokenizer.tiktoken_pieces import pieces
@@ -127,7 +127,7 @@ class Tokenizer:
 
     def prompt_rule(self) -> str:
         """Says which tokens `encode_prompt` puts before a text."""
-        names = self.decode(self.before) or "no special token"
+        names = printable(self.decode(self.before)) or "no special token"
         return f"prompts begin with {names}, as the tokenizer's files say"
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -35,6 +35,7 @@ VOCAB_FILE = "vocab.json"  # read by `vocab_and_merges.py`
 TEMPLATE_FILE = "chat_template.jinja"  # read by `tools/chat/find_template.py`
 TOKENIZER_FILES = (JSON_FILES[0], RANK_FILE, VOCAB_FILE)  # the first that a folder has counts
 MAX_JSON_FILE = 1 << 25  # bytes; Llama 3.3's has 17 MB
+MOST_BEFORE = 16  # special tokens before a text; GLM has two
 MAX_ID = 1 << 22  # a list has an entry for each id; Gemma's vocabulary has 1 << 18
 NEVER = 1 << 62  # index of a merge that is not in the list
 # An added token of this form is not ordinary text, whatever its flags
@@ -463,6 +464,10 @@ def ids_before(main: Json, special: dict[str, int]) -> list[int]:
                 name = part["SpecialToken"]["id"]
                 by_file = step.get("special_tokens", {}).get(name)
                 ids += by_file["ids"] if by_file else [special[name]]
-    if not all(type(i) is int and 0 <= i < MAX_ID for i in ids):
-        raise ValueError(f"post_processor: ids {ids!r:.80}")
+    size = len(main["model"]["vocab"])
+    known = [type(i) is int and (0 <= i < size or i in special.values()) for i in ids]
+    if len(ids) > MOST_BEFORE or not all(known):
+        raise ValueError(
+            f"post_processor: ids {ids!r:.80}; expected at most {MOST_BEFORE}, of the vocabulary"
+        )
     return ids

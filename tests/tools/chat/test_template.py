@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from chats import CHATML, CONVERSATIONS, LOOPS, MARKED, NAMESPACE, SYSTEM
@@ -98,9 +99,8 @@ def test_a_template_that_does_not_end_is_ended(source, monkeypatch):
     assert ChatTemplate("fine", "", "").text(CONVERSATIONS[0]) == "fine"
 
 
-def test_a_child_that_does_not_answer_is_ended(monkeypatch):
-    monkeypatch.setattr(template, "WAIT", 0.1)
-    with refused("more than 5 s", error=TemplateError):
+def test_a_child_that_does_not_answer_is_ended():
+    with mock.patch.object(template, "WAIT", 0.1), refused("more than 5 s", error=TemplateError):
         ChatTemplate(ENDLESS, "", "").text(CONVERSATIONS[0])
     assert ChatTemplate("fine", "", "").text(CONVERSATIONS[0]) == "fine"
 
@@ -149,13 +149,14 @@ def test_a_reason_is_printable():
 
 
 CONVERSATION = json.dumps(CONVERSATIONS[1]).encode()
-SOURCES = [source.encode() for source in (CHATML, MARKED, SYSTEM, PLAIN)]
+EOS = "<|end_of_text|>"  # of the bundled tokenizer, which has no token of ChatML
+SOURCES = [source.replace("<|im_end|>", EOS).encode() for source in (CHATML, MARKED, SYSTEM, PLAIN)]
 
 
 def use(source: str, messages: list[Message]) -> None:
     """What `prepare --chat` and `chat` do with a template and a conversation."""
     tokenizer = Tokenizer()
-    encoder = ChatEncoder(ChatTemplate(source, "<s>", "</s>"), list(tokenizer.special))
+    encoder = ChatEncoder(ChatTemplate(source, "", EOS), list(tokenizer.special))
     for prompt in (False, True):
         encode(encoder.pieces(messages, prompt), tokenizer)
 
@@ -171,7 +172,7 @@ def read_template_of_others(folder: Path, data: bytes) -> None:
 
 def read_conversation(folder: Path, data: bytes) -> None:
     try:
-        use(CHATML, messages_of(parse_json(data)))
+        use(SOURCES[0].decode(), messages_of(parse_json(data)))
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

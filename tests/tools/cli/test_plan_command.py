@@ -161,6 +161,8 @@ def test_a_page_is_one_file_without_requests(capsys, tmp_path):
         (["--gpus=3", "--parallel.tp=2"], "does not divide the 3 processes"),
         (["--out=best.toml"], "--out: only with --search"),
         (["--search", "--html=plan.html"], "--html: not with --search"),
+        (["--search", "--mfu=0.5"], "--mfu: not with --search"),
+        (["--tokens-per-second=90000"], "90000 tokens/s per GPU: need "),
         (["--tokens="], "--tokens"),
         (["--prices=nothing.toml"], "nothing.toml"),
         (["--html=/nowhere/plan.html"], "--html /nowhere/plan.html"),

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from messages import refused
 from model_builder import EVEN, build_stages, make_file
 from torch.distributed.tensor import DTensor
 
+from titanlite.tokenizer.tokenizer import BUNDLED
 from titanlite.tools.formats.convert import Options, convert
+from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.full_state import Part
-from titanlite.tools.formats.load_weights import read_weights
+from titanlite.tools.formats.load_weights import read_weights, tokenizer_of
 
 MODEL = dataclasses.replace(EVEN, qkv_bias=True)
 
@@ -54,3 +57,10 @@ def test_each_rank_reads_its_part_of_a_folder(pool, tmp_path):
     for found in pool.run(2, bytes_read, tmp_path / "hf"):
         for axis, (total, own) in found.items():
             assert total == own + (of_columns // 2 if axis == "tp" else 0), axis
+
+
+def test_a_tokenizer_of_more_ids_than_the_model_is_refused(tmp_path):
+    make_file(tmp_path / "x.pt", EVEN)
+    full = open_full_state(tmp_path / "x.pt")
+    with refused("has 4112 ids", f"the model {EVEN.vocab_size}"):
+        tokenizer_of(full, str(BUNDLED))

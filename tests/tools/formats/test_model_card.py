@@ -65,6 +65,12 @@ def test_a_model_without_a_run_has_a_card_without_training(whole_run, tmp_path):
     assert "## Training" not in card
 
 
+def test_a_folder_with_a_dot_in_its_name_keeps_it(whole_run, tmp_path):
+    convert(whole_run(), tmp_path / "Llama-3.2-1B", HF)
+    convert(tmp_path / "Llama-3.2-1B", tmp_path / "second", HF)
+    assert "\n# Llama-3.2-1B\n" in (tmp_path / "second" / CARD).read_text()
+
+
 def test_only_our_card_is_replaced(whole_run, tmp_path):
     target = tmp_path / "hf"
     convert(whole_run(), target, HF)

@@ -81,7 +81,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError("--out: only with --search; expected both, or --html")
     if options.search:
         for name in ("html", "tokens", "flops", "days", "mfu", "tokens_per_second"):
-            if getattr(options, name):
+            if getattr(options, name) is not None:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{option}: not with --search; plan the layout that it finds")
         return _search(config, llama, gpus, machine, options)
@@ -171,11 +171,14 @@ def _parser() -> argparse.ArgumentParser:
     length.add_argument("--days", metavar="D", help="time of the run, as in 30 or 12h")
     speed = parser.add_mutually_exclusive_group()
     speed.add_argument(
-        "--mfu", type=at_least(float, 0, 1), metavar="F", help="plan the run at this MFU, as in 0.5"
+        "--mfu",
+        type=at_least(float, 1e-6, 1),
+        metavar="F",
+        help="plan the run at this MFU, as in 0.5",
     )
     speed.add_argument(
         "--tokens-per-second",
-        type=at_least(float, 0),
+        type=at_least(float, 1e-6),
         metavar="V",
         help="plan the run at this speed of a GPU",
     )

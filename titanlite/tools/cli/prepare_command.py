@@ -10,7 +10,7 @@ from titanlite.config.load import flavors, load_config
 from titanlite.config.schema import FROM_CHECKPOINT, ID_TYPES
 from titanlite.data.prepared import is_prepared
 from titanlite.data.verification import verify_changed
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, printable
 from titanlite.tokenizer.kept_files import kept_beside
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.chat.answer_end import find_answer_end
@@ -189,8 +189,8 @@ def chat_from(options: argparse.Namespace, tokenizer: Tokenizer) -> ChatConfig:
         )
     if end.marker:
         _log(
-            f"the chat template ends an answer by the {end.token} of the next turn: it is trained "
-            "as the end of each answer"
+            f"the chat template ends an answer by the {printable(end.token)} of the next turn: it "
+            "is trained as the end of each answer"
         )
     return ChatConfig(template, *ends, special, control, options.last_answer, end.marker)
 

@@ -9,6 +9,7 @@ Reference: github.com/ggml-org/llama.cpp, `gguf-py/gguf/constants.py`
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ def read_fields(fields: dict[str, Any]) -> Kept:
     }
     for name, key in SAMPLING.items():
         value = fields.get(f"general.sampling.{key}")
-        if isinstance(value, float):
+        if isinstance(value, float) and math.isfinite(value):
             generation[name] = float(str(np.float32(value)))  # the shortest with these 32 bits
         elif type(value) is int:
             generation[name] = value

@@ -165,7 +165,14 @@ def _fill_same_model(full: FullState, state: dict[str, Any], model: LlamaConfig)
 def tokenizer_of(full: FullState, path: str = "") -> Tokenizer:
     """The checkpoint's tokenizer, or that at `path`. Raises ConfigError if there is neither."""
     if path:
-        return Tokenizer(path)
+        tokenizer = Tokenizer(path)
+        shape = full.about.model
+        if shape is not None and tokenizer.size > shape.vocab_size:
+            raise ConfigError(
+                f"{path}: has {tokenizer.size} ids, and the model {shape.vocab_size}; expected the "
+                "model's tokenizer"
+            )
+        return tokenizer
     if full.about.tokenizer is None:
         raise ConfigError(
             f"{full.path}: has no tokenizer that titanlite reads; name a tokenizer's file with "

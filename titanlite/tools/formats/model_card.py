@@ -10,13 +10,13 @@ Reference: https://huggingface.co/docs/hub/model-cards
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from titanlite.model.flavors import LlamaConfig
 from titanlite.observe.metrics_file import RowReader
+from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import printable, shortened
 from titanlite.tools.formats.full_state import FullState
 
@@ -72,7 +72,8 @@ def model_card(state: FullState, family: str, length: int) -> bytes:
     run = ""
     if trained.about.format == "titanlite":
         run = trained.path.parent.parent.name
-    title = _cell(_setting(trained, "run.name") or run or state.path.stem)
+    name = state.path.name if state.path.is_dir() else state.path.stem
+    title = _cell(_setting(trained, "run.name") or run or name)
     lines = [HEAD, MARK, "", f"# {title}", "", _model(state.model, family, length), ""]
     rows = _rows(trained)
     if rows:
@@ -140,8 +141,8 @@ def _setting(state: FullState, key: str) -> Any:
 
 def _data_names(description: bytes) -> list[str]:
     """The names of the sources in a checkpoint's data.json."""
-    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        about = json.loads(description)
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        about = parse_json(description)
         entries = about.get("sources", [about])
         return [_cell(entry["name"]) for entry in entries[:MOST_SETS] if entry["name"]]
     return []

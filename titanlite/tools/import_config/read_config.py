@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.runtime.documents import DEEP, MOST_TOML, parse_json, parse_toml, require_bounded
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, shortened
 from titanlite.runtime.files import read_bounded
 
 LARGEST = 1 << 22  # bytes of a file: torchtitan's JSON has every layer of the model
@@ -66,7 +66,7 @@ def read_table(path: Path) -> dict[str, object]:
     except ConfigError:
         raise
     except ValueError as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = shortened(" ".join(str(error).split()), 1000)
         raise ConfigError(f"{path}: not {kind}: {reason}") from None
     return table
 

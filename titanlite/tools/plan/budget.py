@@ -143,6 +143,11 @@ def run_budget(
     mfu = None
     if peak_tflops is not None:
         mfu = tokens_per_second * flops_per_token / (peak_tflops * 1e12)
+        if mfu > 1:
+            raise ConfigError(
+                f"{tokens_per_second:g} tokens/s per GPU: need {100 * mfu:.0f} % of its peak of "
+                f"{peak_tflops:g} TFLOP/s; expected at most {tokens_per_second / mfu:.0f}"
+            )
     return Budget(
         tokens=tokens,
         flops=tokens * flops_per_token,

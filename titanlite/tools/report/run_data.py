@@ -310,7 +310,6 @@ def _read_samples(path: Path, run: Run) -> None:
 
 
 def _read_config(path: Path, run: Run) -> None:
-
     try:
         tables = read_toml(path)
     except ValueError as error:
