@@ -49,7 +49,7 @@ def test_generate_from_a_run(pool, arguments, tmp_path, capsys):
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_what_a_model_writes_does_not_control_the_terminal(command, tmp_path, capsys, monkeypatch):
     written = "\x1b[2J\x9b1A\ta\r\n日\u202e"
-    make_file(tmp_path / "x.pt", EXPORTED["untied"])
+    make_file(tmp_path / "x.pt", EXPORTED["debug"])
     tokens = Tokenizer().encode(written)
     module = "titanlite.model.generate" if command == "generate" else "titanlite.tools.chat.session"
     monkeypatch.setattr(f"{module}.generate", lambda *arguments, **options: iter(tokens))
