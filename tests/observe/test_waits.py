@@ -125,7 +125,7 @@ def called_collectives() -> dict[str, int]:
 
 
 def test_fsdp_calls_the_collectives_that_are_timed(pool):
-    """By the names of this release of torch: a wrapped name that nobody calls would time nothing."""
+    """By the names of this release of torch: wrapping a name that is not called times nothing."""
     for calls in pool.run(4, called_collectives):
         assert min(calls.values()) >= 1
 

@@ -89,8 +89,7 @@ class Metrics:
         all lines.
 
         `columns`: the parts that add columns to logged steps; `compiled`: whether the first step
-        compiles blocks. Raises ConfigError, on all ranks, if
-        the file cannot be written.
+        compiles blocks. Raises ConfigError, on all ranks, if the file cannot be written.
         """
         self.config = config.metrics
         self.num_steps = config.training.steps

@@ -325,7 +325,7 @@ def _llama3_scaling(
         expected = frequency_factors(dataclasses.replace(config, rope_scaling=scaling))
         if expected is not None and np.allclose(expected, factors, rtol=1e-5):
             return scaling
-    if stated.keys() == SCALING.keys():
+    if len(stated) == len(SCALING):
         numbers = ", ".join(f"{SCALING[name]} = {value!r:.40}" for name, value in stated.items())
         raise ConfigError(
             f"{path}: {FREQUENCIES} is not the scaling that its keys state: {numbers}"

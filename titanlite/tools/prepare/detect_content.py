@@ -25,7 +25,7 @@ from titanlite.tools.prepare.sources import DATATROVE_COMPANIONS, RAW_NAMES, Sou
 SAMPLE = 4096  # bytes that are read
 LONG_LINE = 1 << 20  # and bytes of a first line of JSON that is longer
 ROW_NAMES = (".jsonl", ".ndjson")
-TABLES = {".csv": "", ".tsv": ", delimiter='\\t'"}  # and what Python's csv module is told
+TABLES = {".csv": "", ".tsv": ", delimiter='\\t'"}  # suffix -> the option of Python's csv reader
 FOREIGN = {  # magic bytes -> (what it is, what to do)
     b"PK\x03\x04": ("a zip archive", "unpack it"),
     b"\xfd7zXZ": ("an xz file", "unpack it, or pack it with gzip or zstd"),

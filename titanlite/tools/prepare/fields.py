@@ -24,7 +24,7 @@ def with_chat(path: str, field: str) -> str:
 
 
 def other_fields(path: str, field: str, names: list[str]) -> str:
-    """What to do where rows lack a field: the end of a message, after what it is that they lack."""
+    """Writes the end of a message about rows without a field: the command that reads such rows."""
     for name in CONVERSATIONS:
         if name in names:
             return (

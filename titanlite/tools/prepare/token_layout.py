@@ -70,6 +70,11 @@ def token_layout(
         dtype = _type_of_data(path, size, tokenizer, setting)
     else:
         dtype = np.dtype(RAW_TYPES[ids])
+    return _whole_file(path, size, dtype)
+
+
+def _whole_file(path: str, size: int, dtype: np.dtype[Any]) -> Layout:
+    """The layout of a file that has nothing but ids. Raises ConfigError if one is cut off."""
     if size % dtype.itemsize:
         raise ConfigError(
             f"{path}: {size} bytes, not a whole number of {dtype.itemsize}-byte ids; "
@@ -89,13 +94,7 @@ def _stated_layout(path: str, size: int) -> Layout | None:
     index = Path(path).with_suffix(".idx")
     if path.endswith(".bin") and index.is_file():
         type_code, _, _ = megatron_header(index)
-        dtype = np.dtype(DTYPES[type_code])
-        if size % dtype.itemsize:
-            raise ConfigError(
-                f"{path}: {size} bytes, not a whole number of {dtype.itemsize}-byte ids; "
-                "it is truncated"
-            )
-        return Layout(dtype, 0, size // dtype.itemsize)
+        return _whole_file(path, size, np.dtype(DTYPES[type_code]))
     chunk = chunk_layout(path, size)
     if chunk:
         dtype, offset = chunk
