@@ -261,10 +261,10 @@ def save_interval(
 
 def flops_lines(flops: RunFlops, seq_len: int) -> list[str]:
     """The FLOPs as text of at most 80 columns."""
-    added = f"{100 * flops.attention_share:.1f} %"
+    share = f"{100 * flops.attention_share:.1f} %"
     return [
         _line("FLOPs", f"{exponent(flops.total)} with attention in sequences of {seq_len:,}"),
-        _line("", f"{exponent(flops.six_nd)} by 6 N D, to which attention adds {added}"),
+        _line("", f"6 N D with all trained: {exponent(flops.six_nd)}; attention is {share} of it"),
         _line("", f"{exponent(flops.per_token)} per token; recomputation is not counted"),
     ]
 

@@ -130,7 +130,7 @@ def _flops(plan: Plan) -> list[str]:
     step = per_token * plan.counts.tokens
     return [
         "FLOPs",
-        f"  per token {per_token:.3e} (PaLM: with attention), {six_n:.3e} by 6 N",
+        f"  per token {per_token:.3e} (PaLM: with attention); 6 N is {six_n:.3e}",
         f"  per step  {step:.3e}; with recomputation {plan.recompute_factor:.2f} times as many",
     ]
 
