@@ -104,7 +104,7 @@ def test_killed_run_goes_on_from_its_last_checkpoint_bit_identically(
     code, output = finish(process)
     assert code == 128 + signal.SIGKILL, output
     assert_mentions(output, "error: ", "rank 0 lost its connection", "rank 1", "SIGKILL")
-    assert "SIGKILL" in output.splitlines()[-1]
+    assert "SIGKILL" in output.splitlines()[-2]  # the last line says that memory can be the reason
     assert "Traceback" not in output
     assert pool.run(2, train_run, slow_arguments) == [0, 0]
     assert (
