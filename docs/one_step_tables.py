@@ -3,9 +3,8 @@
     python docs/one_step_tables.py
 
 What it is: between two comments of the page, a table or a list that `titanlite explain` makes of
-the step of the page, and the table of the lines where the host waits. A test compares the page with
-this output.
-Why it is here: the order of collectives is in no file, and a line number is right until an edit.
+the step of the page. A test compares the page with this output.
+Why it is here: the order of collectives is in no file.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from titanlite.config.load import load_config
 from titanlite.tools.cli.plan_command import model_of
 from titanlite.tools.explain.events import Event, Explanation
 from titanlite.tools.explain.explain import explain
-from titanlite.tools.explain.sentences import line_of
 from titanlite.tools.plan.amounts import bytes_text
 
 PAGE = Path(__file__).with_name("one_step.md")
@@ -36,91 +33,6 @@ OPTIONS = [
 ]
 # Part of the step -> the block whose collectives over tp are shown; the other repeats them
 BLOCK_SHOWN = {"forward": "layers.0", "backward": "layers.1", "gradient sum": "layers.1"}
-
-
-class Wait(NamedTuple):
-    """A line at which the host stops until something else is done."""
-
-    file: str
-    text: str  # of the line
-    when: str  # and for what, if not for the device
-
-
-WAITS = [
-    Wait(
-        "titanlite/distributed/agreement.py",
-        "return int(combined)",
-        "every step, for the other hosts, over gloo",
-    ),
-    Wait(
-        "titanlite/distributed/agreement.py",
-        "receiving.wait()",
-        "every step, for the other hosts, from 32 ranks on",
-    ),
-    Wait(
-        "titanlite/checkpoint/manager.py",
-        "self.saver.wait_for_staging()",
-        "the step after an asynchronous save, for the copy of the state",
-    ),
-    Wait(
-        "titanlite/optim/stability.py",
-        "copied.synchronize()",
-        "every step on a GPU, if `stability` skips, rolls back or has a threshold: the device has, "
-        "as a rule, passed this step some steps ago",
-    ),
-    Wait(
-        "titanlite/optim/stability.py",
-        "norm = float(grad_norm)",
-        "steps that log, validate or save",
-    ),
-    Wait("titanlite/observe/metrics.py", "torch.stack(scalars).tolist()", "logged steps"),
-    Wait("titanlite/observe/step_times.py", "at.synchronize()", "logged steps"),
-    Wait(
-        "titanlite/observe/ranks.py",
-        "seconds, memories = table.T.tolist()",
-        "logged steps, for all ranks too",
-    ),
-    Wait(
-        "titanlite/optim/loss_scale.py",
-        "torch.stack([self.scale, self.skipped]).tolist()",
-        "logged steps, with float16",
-    ),
-    Wait(
-        "titanlite/probes/noise_scale.py",
-        "gradient, variance = self.averages.tolist()",
-        "logged steps, with `metrics.noise_scale_freq`",
-    ),
-    Wait(
-        "titanlite/probes/layer_norms.py",
-        "self._write(torch.stack((gradient, weight, update / weight)).tolist())",
-        "steps of `metrics.layer_norms_freq`",
-    ),
-    Wait(
-        "titanlite/probes/activations.py",
-        "self._write(names, figures.tolist())",
-        "steps of `metrics.activations_freq`",
-    ),
-    Wait(
-        "titanlite/observe/metrics.py",
-        "torch.accelerator.synchronize(self.device)",
-        "before a validation or a save",
-    ),
-    Wait(
-        "titanlite/observe/validation.py",
-        "return Sums(float(self.mesh.sum_losses(loss))",
-        "each validation set",
-    ),
-    Wait(
-        "titanlite/probes/continuation.py",
-        "chosen = self._choose(logits.cpu()",
-        "each new token of a sample",
-    ),
-    Wait(
-        "titanlite/checkpoint/async_save.py",
-        "self.wait()",
-        "before a save, for an asynchronous one that still writes",
-    ),
-]
 
 
 def step() -> Explanation:
@@ -192,20 +104,11 @@ def memory(step: Explanation) -> str:
     return table(("before", "part", "in memory", "of which"), rows)
 
 
-def waits(step: Explanation) -> str:
-    rows = []
-    for wait in WAITS:
-        place = line_of(wait.file, wait.text)
-        rows.append([f"[{place}](../{wait.file})", f"`{wait.text}`", wait.when])
-    return table(("line", "what it says", "when"), rows)
-
-
 BLOCKS = {
     "forward": events("data", "forward"),
     "backward": events("backward", "gradient sum"),
     "end": events("clip", "update", "agreement", "loss", "metrics"),
     "memory": memory,
-    "waits": waits,
 }
 
 
