@@ -225,7 +225,7 @@ def test_commands_with_a_model(folder, tmp_path, whole_run):
 
 @pytest.mark.slow
 def test_other_commands(folder, tmp_path):
-    folder.titanlite("schedule", "debug")
+    folder.titanlite("plan", "debug", "--estimate")
     folder.titanlite(
         "tokenizer", "train", tmp_path / "own.model", "--num-tokens=300", "--data-path=text.txt"
     )
