@@ -141,9 +141,14 @@ def _remove_leftovers(target: Path, source: Path) -> None:
 
 
 def write_small_files(folder: Path, files: dict[str, bytes]) -> None:
-    """Writes and syncs files by name."""
+    """Writes and syncs files by name; each gets its name when it is complete.
+
+    A part of a README.md would not be known as one that a conversion has written.
+    """
     for name, content in files.items():
-        write_synced(folder / name, content)
+        scratch = folder / f"scratch.titanlite-tmp-{secrets.token_hex(4)}"
+        write_synced(scratch, content)
+        scratch.rename(folder / name)
 
 
 def publish(temporary: Path, target: Path, force: bool) -> None:
