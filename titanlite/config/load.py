@@ -32,7 +32,7 @@ from titanlite.config.mistakes import (
 from titanlite.config.schema import Config, sections
 from titanlite.config.values import Mistake, convert, expected_type, parse
 from titanlite.runtime.documents import MOST_TOML, parse_toml
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, shortened
 from titanlite.runtime.files import read_bounded
 
 # Removed keys: the reason, and the values with which they had no effect. With these values they are
@@ -137,7 +137,8 @@ def load_config(argv: list[str], configs: Path = CONFIGS) -> Config:
     names, options = split_command_line(argv)
     problems: list[str] = []
     if len(names) > 1:
-        problems.append(f"expected one config, found {len(names)}: {', '.join(names)}")
+        shown = shortened(", ".join(names), 200)
+        problems.append(f"expected one config, found {len(names)}: {shown}")
 
     layers: list[Layer] = []
     path = find_config(names[0] if names else "debug", configs, problems)
@@ -248,14 +249,14 @@ def read_options(options: list[Option], problems: list[str]) -> Layer:
     layer = Layer("")
     for option in options:
         key = find_key(option.name)
+        shown = f"--{shortened(option.name, 200)}"
         if key and option.text is None:
-            expected = expected_type(key)
-            problems.append(f"--{option.name}: a value is missing; expected {expected}")
+            problems.append(f"{shown}: a value is missing; expected {expected_type(key)}")
         else:
             text = option.text
             value = parse(text, key) if key and text is not None else text
             for mistake in set_value(option.name, value, layer):
-                prefix = "" if key else f"--{option.name}: "
+                prefix = "" if key else f"{shown}: "
                 problems.append(prefix + mistake.message)
         # Stop here: nobody reads more, and a command line may have a million
         if len(problems) > MOST_PROBLEMS:

@@ -73,7 +73,8 @@ def where(path: Path, text: str, section: str, name: str) -> str:
 def unknown_config(name: str, flavors: list[str]) -> str:
     """Writes the message for a CONFIG argument that is neither a file nor one of the flavors."""
     hint = suggestion(name, flavors)
-    problem = f"config {name!r}: no such file, and no such flavor in train_configs/{hint}"
+    shown = shortened(name, 1000)
+    problem = f"config {shown!r}: no such file, and no such flavor in train_configs/{hint}"
     return f"{problem}{hub_advice(name)}; allowed: a path or one of {', '.join(flavors)}"
 
 
@@ -125,12 +126,12 @@ def _with_part(word: str, names: list[str]) -> str:
 
 def unknown_section(name: str) -> str:
     """Writes the message for a section that does not exist."""
-    return f"unknown section [{name}]{suggestion(name, list(sections()))}"
+    return f"unknown section [{shortened(name, 200)}]{suggestion(name, list(sections()))}"
 
 
 def unknown_key(name: str, keys: list[str]) -> str:
     """Writes the message for a key that is not one of `keys`, with the probable one."""
-    return f"unknown key {name}{_probable_key(name, keys)}"
+    return f"unknown key {shortened(name, 200)}{_probable_key(name, keys)}"
 
 
 def _probable_key(name: str, keys: list[str]) -> str:

@@ -30,7 +30,7 @@ from titanlite.checkpoint.grid import Box, grid_of
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint
 from titanlite.checkpoint.shard_file import SAVED_OFFSETS, SHARDING_INFO, header_bytes
 from titanlite.runtime.documents import parse_json, read_json
-from titanlite.runtime.errors import ConfigError, reason_of
+from titanlite.runtime.errors import ConfigError, reason_of, shortened
 from titanlite.tools.formats.export import Outgoing
 from titanlite.tools.formats.full_state import FullTensor, Part
 from titanlite.tools.formats.output_path import write_small_files
@@ -77,7 +77,9 @@ def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
                 metadata = file.metadata() or {}
             header: dict[str, Any] = parse_json(raw.read(length))
     except (SafetensorError, OSError, ValueError) as error:
-        raise CorruptCheckpoint(f"{path}: not a complete safetensors file ({error})") from None
+        raise CorruptCheckpoint(
+            f"{path}: not a complete safetensors file ({shortened(str(error), 500)})"
+        ) from None
     header.pop("__metadata__", None)
     shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
     all_offsets = _saved_offsets(path, metadata, shapes)
@@ -169,7 +171,7 @@ def _read_indexed(folder: Path) -> dict[str, FullTensor]:
     missing = [name for name in places if name not in tensors]
     if missing:
         raise CorruptCheckpoint(
-            f"{folder / INDEX}: names {missing[0]!r}, which is in none of its files"
+            f"{folder / INDEX}: names {shortened(missing[0], 200)!r}, which is in none of its files"
         )
     return tensors
 
