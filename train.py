@@ -37,6 +37,7 @@ from titanlite.bridge.tools import (
     write_export,
     write_report,
 )
+from titanlite.checkpoint.folders import require_initial_load
 from titanlite.checkpoint.manager import Checkpointer, Diverged
 from titanlite.checkpoint.run_facts import RunFacts
 from titanlite.checkpoint.state import (
@@ -83,7 +84,7 @@ from titanlite.runtime.errors import EXIT_CONFIG, ConfigError, JoinError, Storag
 from titanlite.runtime.failure import report_failure
 from titanlite.runtime.garbage import GarbageCollection
 from titanlite.sinks.feed import Sinks
-from titanlite.tokenizer.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import named_tokenizer
 
 logger = logging.getLogger("titanlite")
 
@@ -97,9 +98,10 @@ def main(config: Config) -> int:
     device = process_group.start(config.run, config.comm, config.debug)
     setup_logging(dist.get_rank())
     require_agreement(configuration=portable(config))
-    tokenizer = Tokenizer(config.data.tokenizer)
+    tokenizer = named_tokenizer(config.data.tokenizer)
     llama = resolve_flavor(config.model, tokenizer.size)
     degrees = check_layout(config, llama, dist.get_world_size())
+    require_initial_load(config)  # before data and model are built
     run_folder = RunFolder(config.run)  # locked until this process ends
     folder = run_folder.path
     broadcast_from_rank0(lambda: log_to_file(folder / "log.txt"))
@@ -156,7 +158,9 @@ def main(config: Config) -> int:
     plan_check = PlanCheck(functools.partial(compare_with_plan, config, llama, device))
     probes = Probes(config.metrics, stages, noise_scale, metrics)
     validator = Validator(config.validation, data, stream, stages, mesh, metrics)
-    sampler = Sampler(config.validation, config.run.seed, tokenizer, stages, stream, metrics)
+    sampler = Sampler(
+        config.validation, config.run.seed, tokenizer, facts.ends, stages, stream, metrics
+    )
     profiler = Profiler(config.profiling, folder, progress)
     garbage = GarbageCollection(training.gc_freq)
     run_folder.write("config.toml", facts.toml)

@@ -155,6 +155,7 @@ def test_a_list_of_names_in_a_file(toml):
         ("--schedule.name", ("--schedule.name", "missing", "one of cosine")),
         ("--training.global_batch_size=7", ("training.global_batch_size = 7", "multiple of training.local_batch_size = 2")),
         ("--training.lr=3", ("--training.lr", "unknown key", "did you mean optimizer.lr?")),
+        ("--checkpoint.interval=3", ("checkpoint.interval; [checkpoint] has freq, freq_epochs,",)),
         ("--help=", ("--help", "unknown key help", "titanlite train --help")),
         ("--steps=3", ("--steps", "unknown key", "did you mean training.steps?")),
     ],

@@ -246,10 +246,11 @@ def test_independent_problems_are_told_together(arguments):
         "--parallel.dp_shard=3",
         "--data.path=/no/such",
         "--data.tokenizer=/no/such",
+        "--checkpoint.initial_load=/no/such",
     ]
     code, output = finish(start([*arguments, *wrong], NGPU="2"))
     assert code == 2
-    assert output.count("error:") == 4, output
+    assert output.count("error:") == 5, output
 
 
 def two_nodes(*arguments: list[str]) -> list[tuple[int, str]]:

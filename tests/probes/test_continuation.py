@@ -34,7 +34,7 @@ def continuation(parallel: dict[str, Any], *sections: Any) -> Continuation:
     data = next((section for section in sections if isinstance(section, DataConfig)), DataConfig())
     training: Any = SimpleNamespace(seq_len=SEQ_LEN, local_batch_size=2)
     stream: Any = SimpleNamespace(training=training, document_mask=data.document_mask)
-    return Continuation(TOKENIZER, stages, stream, torch.device("cpu"))
+    return Continuation(TOKENIZER, {EOS}, stages, stream, torch.device("cpu"))
 
 
 def continued(
@@ -167,18 +167,18 @@ def test_a_model_that_is_not_finite_gives_no_text(pool):
     assert pool.run(1, ended, float("nan")) == [[""] * len(PROMPTS)]
 
 
-def ended_by(eos: int) -> list[str] | None:
+def ended_by(end: int) -> list[str] | None:
     made = continuation({"dp_shard": 1})
-    made.tokenizer = SimpleNamespace(**vars(TOKENIZER) | {"eos": eos})
+    made.ends = {EOS, end}
     return continued(made)
 
 
-def test_the_end_of_a_document_ends_a_text(pool):
+def test_an_end_that_the_model_s_files_name_ends_a_text(pool):
     alone = [text.split() for text in expected()]
-    eos = alone[0][2]
+    end = alone[0][2]
     cut = []
     for words in alone:
-        place = words.index(eos) if eos in words else len(words)
+        place = words.index(end) if end in words else len(words)
         cut.append(" ".join(words[:place]))
     assert len(cut[0].split()) <= 2
-    assert pool.run(1, ended_by, int(eos)) == [cut]
+    assert pool.run(1, ended_by, int(end)) == [cut]

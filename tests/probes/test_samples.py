@@ -35,7 +35,7 @@ def room_for(prompt: list[int]) -> Sampler:
         encode_prompt=lambda text: [0, *prompt] if text == "b" else [0], prompt_rule=str
     )
     config = ValidationConfig(prompts=("a", "b"))
-    return Sampler(config, 0, tokenizer, stages, stream, metrics)
+    return Sampler(config, 0, tokenizer, set(), stages, stream, metrics)
 
 
 def test_prompts_that_are_too_long_are_refused():

@@ -26,6 +26,22 @@ def test_texts_of_files_are_cut_visibly():
     assert len(ConfigError("x" * 1_000_000).problems[0]) < 20_000
 
 
+def test_no_word_of_python_about_its_types_reaches_a_message():
+    def words(program: str) -> str:
+        try:
+            eval(program)
+        except Exception as error:
+            return reason_of(error)
+        raise AssertionError
+
+    kind = "a value of another type than expected"
+    assert words("[].get('x')") == words("'a' // 4") == words("[][None]") == kind
+    assert words("1 // 0") == words("2.0 ** 5000") == "a number that is not possible there"
+    assert words("{}['step']") == "it has no 'step'"
+    assert words("[][3]") == "a list that is too short"
+    assert words("open('/nowhere/x')") == "No such file or directory"
+
+
 def test_no_file_cuts_the_text_of_an_error_that_may_be_ours():
     """The child process that reads pickles raises none of ours."""
     cutting = {

@@ -12,6 +12,7 @@ from titanlite.tokenizer.kept_files import (
     kept_beside,
     name_in,
     read_kept,
+    text_ends,
     to_files,
 )
 
@@ -45,6 +46,7 @@ def test_a_broken_file_is_left_out_with_a_warning(tmp_path, content, caplog):
 def test_ends_and_names():
     both = {"generation_config.json": {"eos_token_id": 5}, "config.json": {"eos_token_id": [6, 7]}}
     assert ends_of(both) == [5]
+    assert text_ends(both, 9) == {5, 9}
     assert ends_of({"config.json": {"eos_token_id": [6, "x", 7]}}) == [6, 7]
     assert ends_of({"generation_config.json": {}, "config.json": {"eos_token_id": None}}) == []
     kept = {"tokenizer_config.json": {"bos_token": None, "eos_token": {"content": "</s>"}}}

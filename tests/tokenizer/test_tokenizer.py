@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import time
 from pathlib import Path
 
 import pytest
+from foreign_tokenizers import trained
 from fuzz_samples import RANKS, TEXT, Reader, given
 from messages import refused
 
+from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.bpe import train_bpe, write_rank_file
-from titanlite.tokenizer.tokenizer import BUNDLED, MAX_RANK_FILE, MAX_TOKEN, Tokenizer
+from titanlite.tokenizer.tokenizer import (
+    BUNDLED,
+    MAX_RANK_FILE,
+    MAX_TOKEN,
+    Tokenizer,
+    named_tokenizer,
+)
 from titanlite.tools.formats.huggingface_tokenizer import to_files
 
 KOREAN = "대규모 언어 모델을 처음부터 학습합니다. "
@@ -117,8 +126,26 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path, damage, expected):
 
 
 def test_an_absent_file_is_named():
-    with refused("data.tokenizer = 'no/such.model'", "No such file"):
-        Tokenizer("no/such.model")
+    with refused("--tokenizer = 'no/such.model': No such file"):
+        named_tokenizer("no/such.model", "--tokenizer")
+
+
+def test_a_file_that_is_no_tokenizer_is_named_with_its_setting(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("# words")
+    with refused(f"data.tokenizer = '{path}': {path}:1:", "base64 rank"):
+        named_tokenizer(str(path))
+
+
+def test_a_rejected_file_is_reported_once(tmp_path):
+    """tiktoken and `tokenizers` both find that nothing begins or ends a document."""
+    path = tmp_path / "tokenizer.json"
+    main = json.loads(trained("qwen"))
+    path.write_text(json.dumps(main | {"added_tokens": []}))
+    with pytest.raises(ConfigError) as caught:
+        Tokenizer(path)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{path}: no token begins or ends a document")
 
 
 def test_tokens_and_files_have_a_largest_size(tmp_path):

@@ -27,7 +27,7 @@ import torch
 
 from titanlite.checkpoint.grid import MAX_DIMS, Grid
 from titanlite.runtime.documents import parse_json
-from titanlite.runtime.errors import ConfigError, shortened
+from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
 
 FORMAT = 3
@@ -197,9 +197,7 @@ def parse_manifest(path: Path, text: str) -> Manifest:
     except ConfigError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptCheckpoint(
-            f"{path}: invalid manifest ({type(error).__name__}: {shortened(str(error), 200)})"
-        ) from None
+        raise CorruptCheckpoint(f"{path}: invalid manifest ({reason_of(error)})") from None
 
 
 # The functions below raise ValueError, TypeError, KeyError or AttributeError if a field is invalid.

@@ -15,7 +15,13 @@ from titanlite.config.schema import Config
 from titanlite.config.to_toml import to_toml
 from titanlite.data.prepared import PreparedData, description, fingerprint_of
 from titanlite.model.flavors import LlamaConfig
-from titanlite.tokenizer.kept_files import folder_of, kept_beside, template_in, to_files
+from titanlite.tokenizer.kept_files import (
+    folder_of,
+    kept_beside,
+    template_in,
+    text_ends,
+    to_files,
+)
 from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
 
 
@@ -35,12 +41,14 @@ class RunFacts:
         self.layout = dict(degrees)
         self.data = fingerprint_of(data)
         self.vocab_size = llama.vocab_size
+        kept = kept_beside(config.data.tokenizer, bool(config.checkpoint.initial_load))
+        self.ends = text_ends(kept, data[0].tokenizer.eos)  # ids that end a text of the model
         self.files = {  # name -> content
             "config.toml": self.toml.encode(),
             "data.json": description(data),
             "model.json": llama.to_json().encode(),
             **data[0].tokenizer.files,
-            **to_files(kept_beside(config.data.tokenizer, bool(config.checkpoint.initial_load))),
+            **to_files(kept),
         }
         templates = [part.manifest.get("chat_template", "") for part in data]
         template = next(filter(None, templates), "")

@@ -145,7 +145,12 @@ def _probable_key(name: str, keys: list[str]) -> str:
     same_name = [key for key in keys if key.partition(".")[2] == (entry or section)]
     if not same_name:
         # A higher cutoff, because keys of one section share its name
-        return suggestion(name, keys, 0.8)
+        hint = suggestion(name, keys, 0.8)
+        if not hint and section in sections():
+            prefix = f"{section}."
+            entries = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+            hint = f"; [{section}] has {', '.join(entries)}"
+        return hint
     hint = ""
     if entry and section not in sections():  # the section may be mistyped
         hint = suggestion(name, same_name)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.runtime.documents import read_json
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, reason_of
 
 FORMAT = 2  # the version of prepared folders
 AGAIN = "delete the folder to prepare the data again"
@@ -49,7 +49,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"{path}: not a manifest of prepared data ({type(error).__name__}); {AGAIN}"
+            f"{path}: not a manifest of prepared data ({reason_of(error)}); {AGAIN}"
         ) from None
     return manifest
 

@@ -330,11 +330,11 @@ def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
 
     Raises ConfigError for impossible shapes.
     """
-    if section.flavor == FROM_CHECKPOINT:  # the training command has set every key
+    if section.flavor == FROM_CHECKPOINT:  # train, plan and prepare have set every key
         if section.dim is None:
             raise ConfigError(
-                "model.flavor = from_checkpoint: only training reads the checkpoint; "
-                f"expected one of {', '.join(FLAVORS)}"
+                "model.flavor = from_checkpoint: only train, plan and prepare read the checkpoint; "
+                f"expected a run's config.toml, which has its model, or one of {', '.join(FLAVORS)}"
             )
         config = FLAVORS["debug"]
     else:

@@ -17,7 +17,7 @@ with P prompts, and a small message over gloo. More prompts than all data-parall
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,16 @@ class Continuation:
     """Continues prompts with the current weights; all ranks call it together."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stages: Stages, stream: TrainStream, device: torch.device
+        self,
+        tokenizer: Tokenizer,
+        ends: Set[int],
+        stages: Stages,
+        stream: TrainStream,
+        device: torch.device,
     ) -> None:
+        """`ends`: the ids that end a text (`tokenizer/kept_files.py`), eos among them."""
         self.tokenizer = tokenizer
+        self.ends = ends
         self.stages = stages
         self.mesh = stages.mesh
         self.stream = stream
@@ -81,7 +88,7 @@ class Continuation:
             if dist.get_rank() == 0:  # other processors may draw other tokens
                 chosen = self._choose(logits.cpu(), numbers, temperature, generators)
             for i, token in zip(numbers, broadcast(chosen), strict=True):
-                ended = token == self.tokenizer.eos
+                ended = token in self.ends
                 if not ended:
                     rows[i].append(token)
                 if ended or len(rows[i]) == self.seq_len:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import torch.distributed as dist
 
@@ -39,17 +39,18 @@ class Sampler:
         config: ValidationConfig,
         seed: int,
         tokenizer: Tokenizer,
+        ends: Set[int],
         stages: Stages,
         stream: TrainStream,
         metrics: Metrics,
     ) -> None:
-        """Encodes the prompts; without any, the sampler does nothing. Raises ConfigError if a
-        prompt leaves no room for a token.
+        """Encodes the prompts; without any, the sampler does nothing. `ends`: the ids that end a
+        text. Raises ConfigError if a prompt leaves no room for a token.
         """
         self.config = config
         self.seed = seed
         self.metrics = metrics
-        self.continuation = Continuation(tokenizer, stages, stream, metrics.device)
+        self.continuation = Continuation(tokenizer, ends, stages, stream, metrics.device)
         self.file = LineFile(metrics.file.path.with_name(SAMPLES))
         self.texts: list[str] = []  # the latest: each prompt with its continuation
         self.prompts = [tokenizer.encode_prompt(text) for text in config.prompts]

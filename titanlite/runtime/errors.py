@@ -73,15 +73,21 @@ class ConfigError(ValueError):
 
 def reason_of(error: Exception) -> str:
     """Describes what is wrong with a file, from the error that its values caused: a few words,
-    without the name of Python's exception. A ConfigError keeps its whole text.
+    without those of Python about its own types. A ConfigError keeps its whole text.
     """
     if isinstance(error, ConfigError):
         return "; ".join(error.problems)
     text = shortened(str(error), 200)
+    if isinstance(error, OSError):
+        return error.strerror or text
     if isinstance(error, KeyError):
         return f"it has no {text}"
     if isinstance(error, (TypeError, AttributeError)):
-        return f"a value of another type than expected: {text}"
+        return "a value of another type than expected"
+    if isinstance(error, IndexError):
+        return "a list that is too short"
+    if isinstance(error, ArithmeticError):
+        return "a number that is not possible there"
     return text
 
 

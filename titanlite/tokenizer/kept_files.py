@@ -2,8 +2,8 @@
 which tokens end its text, what its tokenizer is called.
 
 What it is: they are read beside a tokenizer, go through a run in one file of its checkpoints
-(`KEPT_FILE`), and are written back where the model is exported. The tokens that end a text are used
-by `generate` and `chat` too.
+(`KEPT_FILE`), and are written back where the model is exported. The tokens that end a text also end
+what the model writes here, in training and in every command (`text_ends`).
 Why it is here: an export with a generation_config.json of our own has one end of text, and
 transformers then generates to its limit where the model has ended its answer with another one.
 What it costs: a few kilobytes in each checkpoint.
@@ -143,6 +143,11 @@ def ends_of(kept: Kept) -> list[int]:
             listed = ids if isinstance(ids, list) else [ids]
             return [i for i in listed if type(i) is int]
     return []
+
+
+def text_ends(kept: Kept, eos: int) -> set[int]:
+    """The ids that end a text of the model: the tokenizer's eos, and those of its files."""
+    return {eos, *ends_of(kept)}
 
 
 def name_in(kept: Kept, key: str, default: str) -> str:

@@ -125,10 +125,10 @@ class Tokenizer:
         """Encodes a text to be continued, after `before`; bos alone if there is nothing in it."""
         return [*self.before, *self.encode(text)] or [self.bos]
 
-    def prompt_rule(self) -> str:
+    def prompt_rule(self, texts: str = "prompts") -> str:
         """Says which tokens `encode_prompt` puts before a text."""
         names = printable(self.decode(self.before)) or "no special token"
-        return f"prompts begin with {names}, as the tokenizer's files say"
+        return f"{texts} begin with {names}, as the tokenizer's files say"
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids.
@@ -138,6 +138,18 @@ class Tokenizer:
         if self._codec is not None:
             return self._codec.decode(i for i in ids if i in self._bytes)
         return b"".join(self._bytes.get(i, b"") for i in ids).decode("utf-8", "replace")
+
+
+def named_tokenizer(path: str, setting: str = "data.tokenizer") -> Tokenizer:
+    """Reads the tokenizer at the path that a setting has.
+
+    Raises ConfigError, which names the setting.
+    """
+    try:
+        return Tokenizer(path)
+    except ConfigError as error:
+        problems = [text.removeprefix(f"{path}: ") for text in error.problems]
+        raise ConfigError([f"{setting} = {path!r}: {text}" for text in problems]) from None
 
 
 def without_surrogates(text: str) -> str:
@@ -156,7 +168,7 @@ def _read(path: Path) -> tuple[Path, bytes]:
         return path, read_bounded(path, MAX_RANK_FILE)
     except OSError as error:
         raise ConfigError(
-            f"data.tokenizer = {str(path)!r}: {error.strerror or error}{hub_advice(str(path))}; "
+            f"{path}: {error.strerror or error}{hub_advice(str(path))}; "
             "expected a tiktoken rank file, a tokenizer.json, or a folder with one of them or with "
             f"{VOCAB_FILE}"
         ) from None
@@ -174,7 +186,8 @@ def _of_json(path: Path, content: bytes) -> tuple[Encoding, HuggingFaceCodec | N
         try:
             return encoding_by_package(path, main, config)
         except ConfigError as error:
-            raise ConfigError([*reason.problems, *error.problems]) from None
+            texts = [text.removeprefix(f"{path}: ") for text in reason.problems + error.problems]
+            raise ConfigError([f"{path}: {text}" for text in dict.fromkeys(texts)]) from None
         except PackageMissing:
             reasons = "; ".join(text.removeprefix(f"{path}: ") for text in reason.problems)
             raise ConfigError(

@@ -367,7 +367,7 @@ def _special(added_tokens: list[Json], vocab: dict[str, int]) -> dict[str, int]:
         name = entry["content"]
         expected = vocab.get(name, following)
         if not isinstance(name, str):
-            raise TypeError(f"added token {name!r}")
+            raise ValueError(f"added token {name!r}: expected a text")
         if entry["id"] != expected:
             raise ConfigError(
                 f"added token {name!r} has id {entry['id']}; `tokenizers` gives it {expected}"

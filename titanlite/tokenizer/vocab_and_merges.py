@@ -158,7 +158,7 @@ def _level(add_prefix_space: bool, use_regex: bool) -> Json:
 def _entry(token: Json, i: int) -> Json:
     """Builds an added token for tokenizer.json."""
     if type(i) is not int:
-        raise TypeError(f"{i!r:.40} is not an id")
+        raise ValueError(f"{i!r:.40} is not an id")
     flags = {flag: bool(token.get(flag, False)) for flag in FLAGS}
     return {"id": i, "content": _text(token), **flags}
 
@@ -167,7 +167,7 @@ def _text(token: Any) -> str:
     """Reads the text of a special token, which is written alone or with its flags."""
     text = token["content"] if isinstance(token, dict) else token
     if not isinstance(text, str):
-        raise TypeError(f"{text!r:.40} is not the text of a token")
+        raise ValueError(f"{text!r:.40} is not the text of a token")
     return text
 
 
@@ -175,7 +175,7 @@ def _named(names: Json) -> list[Any]:
     """Lists the special tokens that have a name, then the others."""
     others = names.get("extra_special_tokens") or names.get("additional_special_tokens") or []
     if not isinstance(others, list):
-        raise TypeError(f"additional_special_tokens: {others!r:.40} is not a list")
+        raise ValueError(f"additional_special_tokens: {others!r:.40} is not a list")
     return [names[key] for key in NAMED if names.get(key)] + others
 
 

@@ -14,6 +14,7 @@ from runs import train_run
 from titanlite.checkpoint.folders import list_steps, sweep
 from titanlite.checkpoint.retention import delete_step
 from titanlite.distributed.run_folder import lock
+from titanlite.tools.cli.checkpoint_command import _config_differences
 from titanlite.tools.cli.main import main
 
 
@@ -91,6 +92,16 @@ def test_show_and_diff(run_folder, capsys):
     (samples,) = (line for line in out.splitlines() if line.startswith("data.samples"))
     assert "32 of 32" in norm
     assert_mentions(samples, "1 of 1", " 8", "0.333")
+
+
+def test_a_diff_compares_the_settings_that_both_state():
+    a = {"training": {"seq_len": 64, "steps": 6}, "model": {"dim": 32}}
+    b = {"training": {"seq_len": 128}, "run": {}}
+    assert list(_config_differences(a, b)) == [
+        "training.seq_len: 64 in a, 128 in b",
+        "settings that only a states, which are not compared: 2",
+    ]
+    assert list(_config_differences(a, a)) == []
 
 
 def test_show_opens_a_stock_folder(tmp_path, capsys):

@@ -52,8 +52,10 @@ def test_wrong_input(whole_run, text_file, tmp_path, monkeypatch):
         run([folder])
     with refused("--perplexitty", "--perplexity"):
         run([folder, "--perplexitty", "x"])
-    with refused("absent"):
+    with refused("--perplexity = '", "absent", "no such file or folder"):
         run([folder, "--perplexity", str(tmp_path / "absent")])
+    with refused("--split train", str(text_file), "is a file, which is evaluated whole"):
+        run([folder, "--perplexity", str(text_file), "--split=train"])
     with refused("--step 5", "allowed: 6"):
         run([folder, "--perplexity", str(text_file), "--step=5"])
     with refused("several sets", "numbers"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 
 import pytest
 from model_builder import EXPORTED, make_file
@@ -48,12 +49,16 @@ def test_generate_from_a_run(pool, arguments, tmp_path, capsys):
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_what_a_model_writes_does_not_control_the_terminal(command, tmp_path, capsys, monkeypatch):
+    """A pipe or a file gets it as it is."""
     written = "\x1b[2J\x9b1A\ta\r\n日\u202e"
     make_file(tmp_path / "x.pt", EXPORTED["debug"])
     tokens = Tokenizer().encode(written)
     module = "titanlite.model.generate" if command == "generate" else "titanlite.tools.chat.session"
     monkeypatch.setattr(f"{module}.generate", lambda *arguments, **options: iter(tokens))
     options = [f"--tokenizer={BUNDLED}", "--prompt=a", "--device=cpu", "--max-new-tokens=9"]
+    assert main([command, str(tmp_path / "x.pt"), *options]) == 0
+    assert capsys.readouterr().out.endswith(f"{written}\n")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main([command, str(tmp_path / "x.pt"), *options]) == 0
     shown = capsys.readouterr().out
     assert shown.endswith("\\x1b[2J\\x9b1A\ta\\r\n日\\u202e\n")

@@ -155,7 +155,7 @@ def test_prepare_prints_the_folder(capsys, text_file):
         (["train", "Qwen/Qwen3-0.6B"], ("hf download Qwen/Qwen3-0.6B",)),
         (
             ["prepare", "README.md", "--tokenizer=Qwen/Qwen3-0.6B", "--out=x"],
-            ("data.tokenizer", "nothing is downloaded", "hf download Qwen/Qwen3-0.6B"),
+            ("--tokenizer = ", "nothing is downloaded", "hf download Qwen/Qwen3-0.6B"),
         ),
         (["prepare", "debug", "--data.path=allenai/c4"], ("write hf:allenai/c4",)),
         (

@@ -108,7 +108,7 @@ def test_encoding_and_decoding(tmp_path, style, capsys, monkeypatch):
         (["info", "no/such"], ("no/such", "No such file", "tokenizer.json")),
         (
             ["info", "tests"],
-            ("data.tokenizer = 'tests", "no tokenizer.json", "tokenizer.model", "folder"),
+            ("tests: no tokenizer.json", "no tokenizer.json", "tokenizer.model", "folder"),
         ),
         (["info", "", "--file=no/such"], ("--file no/such", "No such file")),
         (["info", "pyproject.toml"], ("pyproject.toml:1", "base64 rank")),

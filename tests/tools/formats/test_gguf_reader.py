@@ -295,6 +295,7 @@ def test_a_linear_factor_counts_without_its_type_as_in_llama_cpp(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
+        ({"add_head_count": 0}, ("qwen2.attention.head_count = 0", "an integer above 0")),
         ({"add_expert_count": 8}, ("qwen2.expert_count = 8", "allowed: 0")),
         ({"add_sliding_window_pattern": 2}, ("qwen2.attention.sliding_window_pattern = 2",)),
         ({"add_rope_dimension_count": 8}, ("rope.dimension_count = 8", "16")),
@@ -465,7 +466,7 @@ def test_the_perplexity_of_a_released_model(tmp_path, capsys):
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
     tokenizer = tokenizer_of(load_full_state(path))
-    ids = [tokenizer.bos, *tokenizer.encode(text), tokenizer.eos]
+    ids = [*tokenizer.before, *tokenizer.encode(text)]
     total = 0.0
     for start in range(0, found["tokens"], seq_len):
         window = torch.tensor([ids[start : start + seq_len + 1]])

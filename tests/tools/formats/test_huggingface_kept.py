@@ -11,6 +11,8 @@ from chats import CHATML
 from foreign_tokenizers import trained
 from transformers_models import make
 
+import train
+from titanlite.config.load import load_config
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats.convert import Options, convert
@@ -41,6 +43,10 @@ def generated(folder: Path) -> list[int]:
     prompt = tokenizer(PROMPT, return_tensors="pt")
     ids = model.generate(**prompt, max_new_tokens=60, do_sample=False)
     return ids[0, prompt["input_ids"].shape[1] :].tolist()
+
+
+def run_adopted(arguments: list[str]) -> int:
+    return train.main(train.adopt_model(load_config(arguments)))
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +81,47 @@ def test_generate_begins_and_ends_as_transformers_does(qwen, capsys):
     assert output.out == PROMPT + tokenizer.decode(expected[:-1]) + "\n"
     assert "prompts begin with no special token" in output.err
     assert stops_of(open_full_state(qwen), tokenizer) == {tokenizer.eos, expected[-1]}
+
+
+@pytest.mark.slow
+def test_a_sample_in_training_ends_as_transformers_ends(qwen, pool, arguments, tmp_path):
+    """The sample before the first step, which has the folder's weights."""
+    run = [word for word in arguments if not word.startswith("--model.")]
+    run += ["--model.flavor=from_checkpoint", f"--checkpoint.initial_load={qwen}"]
+    run += [f'--validation.prompts=["{PROMPT}"]', "--validation.prompt_tokens=60"]
+    run += ["--validation.prompt_temperature=0", "--training.steps=1"]
+    assert pool.run(1, run_adopted, run) == [0]
+    sample = json.loads((tmp_path / "debug/samples.jsonl").read_text().splitlines()[0])
+    expected = Tokenizer(qwen).decode(generated(qwen)[:-1])
+    assert sample == {"step": 0, "prompt": PROMPT, "text": expected}
+
+
+@pytest.mark.parametrize("form", ["hf", "gguf"])
+def test_the_perplexity_of_texts_is_that_of_transformers(qwen, tmp_path, capsys, form):
+    """Each text on its own, with the ids that transformers makes of it and nothing else."""
+    texts = ["import os\n" * 20, "def f(x):\n    return x\n" * 9]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    model = transformers.AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(qwen)
+    total = 0.0
+    count = 0
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            mean = model(ids, labels=ids).loss
+        count += ids.shape[1] - 1
+        total += float(mean) * (ids.shape[1] - 1)
+    path = qwen
+    if form == "gguf":
+        path = tmp_path / "model.gguf"
+        convert(qwen, path, Options(), log=lambda text: None)
+    found = tmp_path / "found.json"
+    options = ["--perplexity", str(tmp_path / "rows.jsonl"), "--seq-len=2048", f"--json={found}"]
+    assert main(["evaluate", str(path), *options, "--device=cpu"]) == 0
+    (values,) = json.loads(found.read_text())["results"].values()
+    assert values["tokens"] == count
+    assert values["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert "texts begin with no special token" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,10 @@ def test_values_are_copied_and_what_is_not_taken_over_is_named():
         ({"degree": 8}, ["degree = 8: one alone; expected 1"]),
         ({"steps": "many"}, ["steps = many: training.steps: expected an integer"]),
         ({"steps": None}, ["steps = None: training.steps: expected an integer"]),
-        ({"rate": "$RATE"}, ["rate = $RATE: a variable that the file does not set"]),
+        (
+            {"rate": "$RATE"},
+            ["rate = $RATE: a variable that the file does not set once, to a plain word"],
+        ),
         ({"kind": "sideways"}, ["kind = sideways: schedule.name: expected one of up"]),
         ({"tp": "auto"}, ["tp = auto: another file has the value"]),
         ({"tokens": 9, "steps": 5}, ["training.steps and training.tokens: expected only one"]),

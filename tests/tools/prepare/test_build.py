@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fuzz_samples import Reader, build_data, json_lines, read_data
-from messages import refused
+from messages import assert_mentions, refused
 from preparing import TOKENIZER, content, documents_of, prepared, text_of, write_megatron
 
 from titanlite.data.prepared_manifest import read_manifest
@@ -236,8 +236,8 @@ def test_another_job_in_the_same_folder_is_refused(tmp_path, source, monkeypatch
         run(source, tmp_path / "done", "--drop-duplicates")
 
 
-def test_a_corrected_command_may_follow_one_that_was_refused(tmp_path):
-    """And the same command with another limit uses the parts that are there."""
+def test_a_corrected_command_may_follow_one_that_was_refused(tmp_path, capsys):
+    """A line says that it begins anew. And the same command with another limit uses the parts that are there."""
     rows = [json.dumps({"text": text}) for text in sentences(29, 3)]
     rows[:0] = [json.dumps({"text": "both", "content": "both"})]
     rows += [json.dumps({"content": text}) for text in sentences(10, 4)]
@@ -245,6 +245,8 @@ def test_a_corrected_command_may_follow_one_that_was_refused(tmp_path):
     for wrong in (["--field", "content"], ["--drop-duplicates"]):
         with refused("of 40 documents cannot be read"):
             run(tmp_path / "a.jsonl", tmp_path / "out", *wrong)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "afresh" in line]
+    assert_mentions(line, "parts of the refused attempt are deleted", "--field: 'content', now")
     with mock.patch.object(workers, "run_part", interrupt):  # none is made again
         options = ["--drop-duplicates", "--max-bad-rows", "10"]
         run(tmp_path / "a.jsonl", tmp_path / "out", "--workers", "1", *options)

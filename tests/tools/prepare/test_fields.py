@@ -86,6 +86,18 @@ def test_rows_of_ids_are_refused_with_the_way_to_write_them(tmp_path):
     assert "numpy.save('ids.npy'" in problem_of(tmp_path / "a.jsonl")
 
 
+def test_questions_and_answers_are_refused_with_the_command_that_prepares_them(tmp_path):
+    """The answers are targets, and nothing else."""
+    rows = [{"instruction": f"ask {i}", "input": "", "output": f"answer {i}"} for i in range(30)]
+    path = tmp_path / "alpaca.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problem = problem_of(path)
+    command = problem.partition("titanlite prepare ")[2].partition(", then")[0]
+    assert run([word.replace("FOLDER", f"{tmp_path / 'made'}") for word in command.split()]) == 0
+    texts = documents_of(tmp_path / "made")
+    assert sorted(texts) == sorted(row["instruction"] + row["output"] for row in rows)
+
+
 @pytest.mark.parametrize("indent", [None, 1])
 def test_a_file_of_sharegpt_is_refused_with_commands_that_prepare_it(tmp_path, indent):
     rows = [{"id": "1", "conversations": turns} for turns in messages("conversations")]

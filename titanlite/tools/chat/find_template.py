@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from titanlite.runtime.documents import parse_json
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.tokenizer_json import JSON_FILES, TEMPLATE_FILE
 
@@ -44,9 +44,9 @@ def find_template(tokenizer: Path) -> str:
         if isinstance(template, list):  # several, by name
             template = {entry["name"]: entry["template"] for entry in template}["default"]
         if not isinstance(template, str):
-            raise TypeError(f"expected text, found {type(template).__name__}")
+            raise ValueError(f"expected text, found {type(template).__name__}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path}: chat_template: {error!r:.200}") from None
+        raise ConfigError(f"{path}: chat_template: {reason_of(error)}") from None
     return template

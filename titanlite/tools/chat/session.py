@@ -12,7 +12,7 @@ from typing import NamedTuple
 from titanlite.model.generate import generate
 from titanlite.model.llama import Llama
 from titanlite.runtime.errors import ConfigError
-from titanlite.tokenizer.kept_files import Kept, ends_of
+from titanlite.tokenizer.kept_files import Kept, text_ends
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.chat.answer_end import find_answer_end
 from titanlite.tools.chat.conversation import (
@@ -70,12 +70,12 @@ class ChatSession:
             self.messages.append({"role": "system", "content": self.system})
 
     def stop_tokens(self) -> set[int]:
-        """The ids that end an answer: eos, those of the model's files, and the special token that
-        the template writes after an answer, or with which it begins the next turn.
+        """The ids that end an answer: those that end a text, and the special token that the
+        template writes after an answer, or with which it begins the next turn.
 
         Raises TemplateError.
         """
-        tokens = {self.tokenizer.eos, *ends_of(self.kept)}
+        tokens = text_ends(self.kept, self.tokenizer.eos)
         end = find_answer_end(self.template, list(self.tokenizer.special))
         if end is not None:
             tokens.add(self.tokenizer.special[end.token])

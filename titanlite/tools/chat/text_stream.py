@@ -1,9 +1,11 @@
-"""Turns generated tokens into printable text while they arrive."""
+"""Turns generated tokens into text while they arrive, and writes it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 
+from titanlite.runtime.errors import for_terminal
 from titanlite.tokenizer.tokenizer import Tokenizer
 
 CONTEXT = 8  # earlier tokens on which the text of the first new token may depend
@@ -24,3 +26,15 @@ def text_stream(tokens: Iterable[int], tokenizer: Tokenizer, before: list[int]) 
             yield text[printed:]
             printed = len(text)
     yield text[printed:]
+
+
+def write_text(text: str) -> None:
+    """Writes text of a model to standard output.
+
+    A terminal would obey the control characters in it, so there they are escaped. A pipe or a file
+    gets every character as the model wrote it.
+    """
+    if sys.stdout.isatty():
+        text = for_terminal(text)
+    sys.stdout.write(text)
+    sys.stdout.flush()

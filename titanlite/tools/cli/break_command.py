@@ -7,8 +7,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from titanlite.config.mistakes import suggestion
-from titanlite.runtime.errors import ConfigError
 from titanlite.tools.cli.options import StrictParser
 
 EPILOG = """Each fault is a small patch of the running program, most of them shipped by other
@@ -62,10 +60,5 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all faults, in order")
     parser.add_argument("--show", action="store_true", help="ask nothing")
     parser.add_argument("--list", action="store_true", help="print names and titles")
-    options, rest = parser.parse_known_args(argv)
-    if rest:
-        known = ["--show", "--list", "--help"]
-        raise ConfigError(
-            [f"unknown option {word}{suggestion(word, known)}; see --help" for word in rest]
-        )
+    options: argparse.Namespace = parser.parse_args(argv)
     return options

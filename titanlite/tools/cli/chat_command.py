@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.runtime.errors import ConfigError, for_terminal
+from titanlite.runtime.errors import ConfigError
 from titanlite.tools.cli.options import (
     StrictParser,
     add_checkpoint_options,
@@ -75,6 +75,7 @@ def _talk(session: ChatSession, prompt: str) -> None:
     and the conversation goes on.
     """
     from titanlite.tools.chat.template import TemplateError
+    from titanlite.tools.chat.text_stream import write_text
 
     typed = sys.stdin.isatty() and not prompt
     left_out = 0
@@ -84,7 +85,7 @@ def _talk(session: ChatSession, prompt: str) -> None:
             continue
         try:
             for part in session.answer(text):
-                print(for_terminal(part), end="", flush=True)
+                write_text(part)
         except (ConfigError, TemplateError) as error:
             problem = str(error)
             if isinstance(error, TemplateError):

@@ -256,17 +256,26 @@ def diff(a: FullState, b: FullState, everything: bool) -> int:
 def _config_differences(
     a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]]
 ) -> Iterator[str]:
-    """A line for each key with two values, if both checkpoints have a config."""
-    if not a or not b:
-        return
-    for section in a | b:
-        was = a.get(section, {})
-        now = b.get(section, {})
-        for key in was | now:
-            before = json.dumps(was.get(key))
-            after = json.dumps(now.get(key))
-            if was.get(key) != now.get(key):
-                yield f"{section}.{key}: {before} in a, {after} in b"
+    """A line for each setting with two values. Those that only one states are counted: a
+    checkpoint that was converted states hardly any.
+    """
+    first = _settings(a)
+    second = _settings(b)
+    for key in first:  # in the order of the config
+        if key in second and first[key] != second[key]:
+            yield f"{key}: {json.dumps(first[key])} in a, {json.dumps(second[key])} in b"
+    for name, only in (("a", first.keys() - second.keys()), ("b", second.keys() - first.keys())):
+        if only:
+            yield f"settings that only {name} states, which are not compared: {len(only)}"
+
+
+def _settings(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The settings of a config by their whole names."""
+    settings = {}
+    for section, entries in config.items():
+        for key, value in entries.items():
+            settings[f"{section}.{key}"] = value
+    return settings
 
 
 def prune(run_folder: Path, keep: int, keep_every: int, keep_best: int, dry_run: bool) -> int:

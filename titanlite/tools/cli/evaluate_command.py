@@ -135,7 +135,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
         help="prepared folders, or text as in data.path; all of a file, a split of a folder",
     )
     parser.add_argument(
-        "--split", choices=("validation", "train"), default="validation", help="of a folder"
+        "--split", choices=("validation", "train"), help="of a folder; default: validation"
     )
     add_checkpoint_options(parser)
     parser.add_argument(
@@ -173,9 +173,21 @@ def _options(argv: list[str]) -> argparse.Namespace:
         problems.append("--tasks: lm-eval is not installed: pip install lm-eval")
     if options.include and not options.include.is_dir():
         problems.append(f"--include {options.include}: no such folder")
+    if options.split:
+        for path in filter(_is_whole, options.perplexity):
+            problems.append(
+                f"--split {options.split}: {path} is a file, which is evaluated whole; expected "
+                "folders"
+            )
+    options.split = options.split or "validation"
     if problems:
         raise ConfigError(problems)
     return options
+
+
+def _is_whole(path: str) -> bool:
+    """Whether all of the text is evaluated, not a split of it: whether the path is a file."""
+    return Path(path).is_file()
 
 
 def _prepared(options: argparse.Namespace, tokenizer: Tokenizer) -> list[PreparedData]:
@@ -183,18 +195,32 @@ def _prepared(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Prepare
 
     Rank 0 prepares text that is not prepared yet, with the checkpoint's tokenizer.
     """
-    from titanlite.data.prepared import PreparedData
+    from titanlite.data.prepared import PreparedData, open_prepared
     from titanlite.distributed.agreement import PATIENT, broadcast, on_all_ranks
     from titanlite.tools.formats.shared_model import this_rank
-    from titanlite.tools.prepare.cache import prepare
+    from titanlite.tools.prepare.cache import prepare_text
+    from titanlite.tools.prepare.sources import Keys, Source
+
+    # Other settings of a source are options of another command
+    keys = Keys(
+        "--perplexity",
+        "titanlite prepare --pattern",
+        "titanlite prepare --field",
+        "titanlite prepare --validation",
+        "titanlite prepare --ids",
+    )
 
     def prepare_all() -> list[str]:
         if this_rank() > 0:
             return []
         folders = []
         for path in options.perplexity:
-            split = WHOLE if Path(path).is_file() else ""
-            folders.append(str(prepare(DataConfig(path=path), tokenizer, _note, split=split)))
+            folder = open_prepared(DataConfig(path=path))
+            if folder is None:
+                split = WHOLE if _is_whole(path) else ""
+                source = Source(path, keys=keys, split=split, enclosed=False)
+                folder = prepare_text(source, tokenizer, _note)
+            folders.append(str(folder))
         return folders
 
     folders = broadcast(on_all_ranks(prepare_all, PATIENT))
@@ -233,15 +259,19 @@ def _evaluate(
     for path, part in zip(options.perplexity, texts, strict=True):
         split = options.split
         what = f"its {split} split"
-        whole = Path(path).is_file()
+        whole = _is_whole(path)
         if whole:
             split = WHOLE
             what = "the whole file"
         how = dataclasses.replace(reading, rest=whole)
+        rule = _ids_as_given(path, part)
+        if not rule:
+            rule = f"{tokenizer.prompt_rule('texts')}, and end without a special token"
+            how = dataclasses.replace(how, document_mask=True)  # each text on its own
         results[part.name] = perplexity(shared, part, split, how)
         if this_rank() == 0:
             what = f"{options.limit} sequences of {what}" if options.limit else what
-            _note(f"{path}: {results[part.name]['tokens']:,} tokens, {what}")
+            _note(f"{path}: {results[part.name]['tokens']:,} tokens, {what}; {rule}")
     if options.tasks and this_rank() == 0:
         from titanlite.tools.evaluate.harness import Evaluated, run_tasks
         from titanlite.tools.formats.huggingface_kept import stops_of
@@ -254,6 +284,18 @@ def _evaluate(
         )
     shared.follow()
     return results
+
+
+def _ids_as_given(path: str, part: PreparedData) -> str:
+    """Says why nothing is put before a document here; empty for text, which begins as a prompt."""
+    from titanlite.data.prepared import is_prepared
+    from titanlite.tools.prepare.job import read_job
+
+    if is_prepared(Path(path)):
+        return "documents as they were prepared for training"
+    if all(file.kind in ("tokens", "megatron") for file in read_job(part.folder).files):
+        return "the ids of the file as they are"
+    return ""
 
 
 def _table(results: dict[str, dict[str, float]]) -> list[str]:

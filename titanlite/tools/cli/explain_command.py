@@ -9,10 +9,8 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 from titanlite.config.load import load_config
-from titanlite.config.mistakes import suggestion
 from titanlite.rules.degrees import AXES
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.cli.options import StrictParser, at_least
@@ -99,13 +97,4 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--pretend", action="store_true", help="start no processes for the ranks")
     parser.add_argument("--json", action="store_true", help="print all ranks' events as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
-    options, rest = parser.parse_known_args(argv)
-    names = [word for action in parser._actions for word in action.option_strings]
-    unknown: list[Any] = [
-        word for word in rest if word.startswith("--") and "." not in word.partition("=")[0]
-    ]
-    if unknown:
-        raise ConfigError(
-            [f"unknown option {word}{suggestion(word, names)}; see --help" for word in unknown]
-        )
-    return options, rest
+    return parser.parse_beside_config(argv)

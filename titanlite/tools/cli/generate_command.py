@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.runtime.errors import ConfigError, for_terminal
+from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.progress import progress_bar
 from titanlite.tools.cli.options import (
     StrictParser,
@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
 def _continue_one(options: argparse.Namespace, full: FullState, device: torch.device) -> None:
     """Prints a prompt, and its continuation while rank 0 generates it."""
     from titanlite.model.generate import generate
-    from titanlite.tools.chat.text_stream import text_stream
+    from titanlite.tools.chat.text_stream import text_stream, write_text
     from titanlite.tools.formats.huggingface_kept import stops_of
     from titanlite.tools.formats.load_weights import tokenizer_of
     from titanlite.tools.formats.shared_model import SharedModel, this_rank
@@ -87,7 +87,7 @@ def _continue_one(options: argparse.Namespace, full: FullState, device: torch.de
             seed=options.seed,
         )
         for text in text_stream(tokens, tokenizer, prompt):
-            print(for_terminal(text), end="", flush=True)
+            write_text(text)
         print()
     shared.follow()
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from titanlite.checkpoint.folders import require_initial_load
 from titanlite.config.load import load_config, program_folder
 from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
@@ -25,7 +26,7 @@ from titanlite.rules.degrees import resolve_degrees
 from titanlite.runtime.errors import EXIT_CONFIG, EXIT_STOPPED, LAUNCHED, ConfigError
 from titanlite.runtime.interpreter import without_package
 from titanlite.sinks.installed import require_installed
-from titanlite.tokenizer.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer, named_tokenizer
 from titanlite.tools.cli import processes
 from titanlite.tools.cli.stops import stoppable
 from titanlite.tools.prepare.cache import find_text, prepare
@@ -112,7 +113,9 @@ def prepare_data(config: Config, world_size: int) -> list[Path]:
     with collected(problems):
         require_installed(config.metrics.sinks)
     with collected(problems):
-        tokenizer = Tokenizer(config.data.tokenizer)
+        require_initial_load(config)
+    with collected(problems):
+        tokenizer = named_tokenizer(config.data.tokenizer)
     with collected(problems):
         llama = resolve_flavor(config.model, tokenizer.size if tokenizer else 1)
     with collected(problems):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -113,20 +113,75 @@ class StrictParser(argparse.ArgumentParser):
     action or choice.
     """
 
+    words: Sequence[str] = ()  # those that are parsed
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        options, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            names = [name for action in self._actions for name in action.option_strings]
-            raise ConfigError(
-                [
-                    f"unknown option {word}{suggestion(word.partition('=')[0], names)}"
-                    for word in unknown
-                ]
-            )
+        options, rest = self.parse_known_args(args, namespace)
+        self.require_none(rest)
         return options
 
+    def parse_beside_config(self, args: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Returns the options, and the other words: the arguments of a config.
+
+        Raises ConfigError for an unknown option without a dot, which is no key of a config.
+        """
+        options, rest = self.parse_known_args(args)
+        problems = [self._unknown(word) for word in rest if is_option(word)]
+        if problems:
+            raise ConfigError(problems)
+        return options, rest
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.words = args
+        return super().parse_known_args(args, namespace)
+
+    def add_subparsers(self, **options: Any) -> Any:
+        return super().add_subparsers(parser_class=Subcommand, **options)
+
+    def require_none(self, rest: list[str]) -> None:
+        """Raises ConfigError if words are left: unknown options, and arguments too many."""
+        problems = []
+        of_option = False  # whether the word is the value of an unknown option
+        for word in rest:
+            if word.startswith("-"):
+                problems.append(self._unknown(word))
+            elif not of_option:
+                problems.append(f"unexpected argument {word!r}; see --help")
+            of_option = word.startswith("-") and "=" not in word
+        if problems:
+            raise ConfigError(problems)
+
+    def is_known(self, word: str) -> bool:
+        """Whether a word names an option of this parser."""
+        return word.partition("=")[0] in self._names()
+
     def error(self, message: str) -> NoReturn:
+        problems = [message]
         choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if choice:
-            message += suggestion(choice[1], re.findall(r"[\w.-]+", choice[2]))
-        raise ConfigError(message)
+            problems = [message + suggestion(choice[1], re.findall(r"[\w.-]+", choice[2]))]
+        elif "are required" in message:  # a misspelt option may be the reason
+            unknown = [word for word in self.words if is_option(word) and not self.is_known(word)]
+            problems += map(self._unknown, unknown)
+        raise ConfigError(problems)
+
+    def _names(self) -> list[str]:
+        return [name for action in self._actions for name in action.option_strings]
+
+    def _unknown(self, word: str) -> str:
+        hint = suggestion(word.partition("=")[0], self._names())
+        return f"unknown option {word}{hint}; see --help"
+
+
+class Subcommand(StrictParser):
+    """The parser of a subcommand, which suggests its own options."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, rest = super().parse_known_args(args, namespace)
+        self.require_none(rest)
+        return options, []
+
+
+def is_option(word: str) -> bool:
+    """Whether a word is an option of a command: keys of a config have a dot."""
+    return word.startswith("--") and "." not in word.partition("=")[0]

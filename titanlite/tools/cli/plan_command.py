@@ -15,7 +15,6 @@ from typing import Any
 
 from titanlite.config.batch_sizes import samples_after
 from titanlite.config.load import load_config
-from titanlite.config.mistakes import suggestion
 from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.config.to_toml import to_toml
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
@@ -58,14 +57,7 @@ SAVE_BANDWIDTH = 1e9  # bytes per second and node, unless --save-seconds is give
 
 def run(argv: list[str]) -> int:
     """Prints the plan. Raises ConfigError."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(argv)
-    names = [action.option_strings[0] for action in parser._actions if action.option_strings]
-    unknown = [word for word in rest if word.startswith("--") and "." not in word.partition("=")[0]]
-    if unknown:
-        raise ConfigError(
-            [f"unknown option {word}{suggestion(word, names)}; see --help" for word in unknown]
-        )
+    options, rest = _parser().parse_beside_config(argv)
     config = load_config(rest)
     if config.model.flavor == FROM_CHECKPOINT:
         # Imports torch, which reads the checkpoint's shape
@@ -149,7 +141,7 @@ def write_file(option: str, path: Path, text: str) -> None:
         ) from None
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> StrictParser:
     parser = StrictParser(
         prog="titanlite plan",
         usage="titanlite plan [CONFIG] [--section.key=value ...] [--gpus N] [--gpu NAME] [...]",
@@ -207,9 +199,9 @@ def model_of(config: Config) -> LlamaConfig:
     """The shape of a config's model. Raises ConfigError."""
     llama = resolve_flavor(config.model, 0)
     if llama.vocab_size == 0:
-        from titanlite.tokenizer.tokenizer import Tokenizer  # for its vocabulary size
+        from titanlite.tokenizer.tokenizer import named_tokenizer  # for its vocabulary size
 
-        llama = resolve_flavor(config.model, Tokenizer(config.data.tokenizer).size)
+        llama = resolve_flavor(config.model, named_tokenizer(config.data.tokenizer).size)
     return llama
 
 

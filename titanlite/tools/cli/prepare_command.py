@@ -12,7 +12,7 @@ from titanlite.data.prepared import is_prepared
 from titanlite.data.verification import verify_changed
 from titanlite.runtime.errors import ConfigError, printable
 from titanlite.tokenizer.kept_files import kept_beside
-from titanlite.tokenizer.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer, named_tokenizer
 from titanlite.tools.chat.answer_end import find_answer_end
 from titanlite.tools.chat.conversation import control_tokens, template_names
 from titanlite.tools.chat.find_template import find_template, read_template
@@ -97,13 +97,18 @@ def _prepare_config(argv: list[str]) -> int:
             raise ConfigError(
                 f"{word!r} is a file or folder, not a config: add --out FOLDER to prepare it"
             )
+    parser = _parser()
+    own = [word.partition("=")[0] for word in argv if parser.is_known(word)]
+    if own:
+        raise ConfigError(f"{own[0]}: is for SOURCE with --out FOLDER, or --inspect FOLDER")
+    parser.parse_beside_config(argv)
     config = load_config(argv)
     if config.model.flavor == FROM_CHECKPOINT:
         from titanlite.tools.formats.adopt import adopt_checkpoint  # which needs torch
 
         config = adopt_checkpoint(config)
     section = config.data
-    tokenizer = Tokenizer(section.tokenizer)
+    tokenizer = named_tokenizer(section.tokenizer)
     for part in section.parts():
         print(prepare(part, tokenizer, _log))
     return 0
@@ -221,7 +226,7 @@ def _log(text: str) -> None:
 
 
 def _prepare_sources(options: argparse.Namespace) -> int:
-    tokenizer = Tokenizer(options.tokenizer)
+    tokenizer = named_tokenizer(options.tokenizer, "--tokenizer")
     chat = chat_from(options, tokenizer)
     if options.chat:
         _log(_tokenizer_and_template(options, tokenizer, chat))

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from titanlite.runtime.errors import ConfigError, for_terminal, printable
+from titanlite.runtime.errors import ConfigError, printable
 from titanlite.tools.cli.options import StrictParser, at_least
 
 UNLIMITED = 1 << 40  # stands for no limit in a format that must have one
@@ -181,6 +181,7 @@ def _encode(options: argparse.Namespace) -> int:
 
 def _decode(options: argparse.Namespace) -> int:
     from titanlite.tokenizer.tokenizer import Tokenizer
+    from titanlite.tools.chat.text_stream import write_text
 
     tokenizer = Tokenizer(options.tokenizer)
     words = options.ids or _read(None).split()
@@ -190,11 +191,9 @@ def _decode(options: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{word[:40]!r}: expected ids, integers from 0 to {tokenizer.size - 1}"
             )
-    text = tokenizer.decode(map(int, words))
+    write_text(tokenizer.decode(map(int, words)))
     if sys.stdout.isatty():
-        print(for_terminal(text))
-    else:  # a file or a program gets every character as it is
-        print(text, end="")
+        print()
     return 0
 
 

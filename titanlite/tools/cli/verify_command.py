@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.load import load_config
-from titanlite.config.mistakes import suggestion
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.runtime.errors import ConfigError
-from titanlite.tokenizer.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import named_tokenizer
 from titanlite.tools.cli.options import StrictParser
 from titanlite.tools.verify.campaign import run_cases
 from titanlite.tools.verify.draw import draw_layouts
@@ -43,7 +42,7 @@ def run(argv: list[str]) -> int:
             "or --run.device=cpu"
         )
     compiler = compiler_of(device)
-    tokenizer = Tokenizer(load_config(rest).data.tokenizer)
+    tokenizer = named_tokenizer(load_config(rest).data.tokenizer)
     if options.layout:
         texts = options.layout
     elif options.lora:
@@ -148,13 +147,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--timeout", type=float, default=300, help="time-out of one layout in seconds (default 300)"
     )
-    options, rest = parser.parse_known_args(argv)
-    own = [f"--{name.replace('_', '-')}" for name in vars(options)]
-    unknown = [word for word in rest if word.startswith("--") and "." not in word.partition("=")[0]]
-    if unknown:
-        raise ConfigError(
-            [f"unknown option {word}{suggestion(word, own)}; see --help" for word in unknown]
-        )
+    options, rest = parser.parse_beside_config(argv)
     if not 0 <= options.processes <= MAX_PROCESSES:
         raise ConfigError(
             f"--processes {options.processes}: expected 1 to {MAX_PROCESSES}, or 0 for the default"

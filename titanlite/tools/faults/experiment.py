@@ -28,7 +28,7 @@ from titanlite.config.schema import Config
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.runtime.files import read_bounded
-from titanlite.tokenizer.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer, named_tokenizer
 from titanlite.tools.faults.catalogue import find_fault
 from titanlite.tools.faults.fault import Fault
 from titanlite.tools.formats.check_export import TOLERANCE, compare_tensors, logits_difference
@@ -212,7 +212,7 @@ class Experiments:
 
 
 def llama_of(config: Config) -> LlamaConfig:
-    return resolve_flavor(config.model, Tokenizer(config.data.tokenizer).size)
+    return resolve_flavor(config.model, named_tokenizer(config.data.tokenizer).size)
 
 
 def measure_planted(name: str, config: Config, llama: LlamaConfig, path: Path) -> Differences:

@@ -93,7 +93,7 @@ def open_adapter(
             return state
     if path.is_file() and (path.parent / peft.CONFIG).is_file():
         raise ConfigError(f"{path}: is a file of adapters; give its folder: {path.parent}")
-    problem = "holds no adapters"
+    problem = f"holds no adapters{peft.torchtune_advice(path)}"
     if not path.exists():
         problem = f"no such folder{hub_advice(str(path))}"
     raise ConfigError(
@@ -185,8 +185,8 @@ def read_model(model: str, state: FullState) -> LlamaConfig:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"--model {model}: neither a model.json ({reason_of(error)}) nor a "
-            f"flavor{suggestion(model, list(FLAVORS))}; "
-            f"flavors: {', '.join(FLAVORS)}"
+            f"flavor{suggestion(model, list(FLAVORS))}; flavors: {', '.join(FLAVORS)}. The weights "
+            "are the first argument"
         ) from None
 
 

@@ -244,6 +244,12 @@ def _config(
     def of_family(name: str, default: Any = None) -> Any:
         return fields.get(f"{family}.{name}", default)
 
+    def count(name: str) -> int:
+        value: Any = fields[f"{family}.{name}"]
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{family}.{name} = {value!r:.40}: expected an integer above 0")
+        return value
+
     linear_factor = of_family("rope.scaling.factor", of_family("rope.scale_linear", 0.0))
     # llama.cpp scales linearly where there is a factor and no type
     scaling = of_family("rope.scaling.type", "linear" if linear_factor else "none")
@@ -265,8 +271,8 @@ def _config(
     ]
     if problems:
         raise ConfigError(problems)
-    dim = fields[f"{family}.embedding_length"]
-    heads = fields[f"{family}.attention.head_count"]
+    dim = count("embedding_length")
+    heads = count("attention.head_count")
     head_dim = of_family("attention.key_length", dim // heads)
     if of_family("rope.dimension_count", head_dim) != head_dim:
         raise ConfigError(
@@ -275,10 +281,10 @@ def _config(
         )
     config = LlamaConfig(
         dim=dim,
-        num_layers=fields[f"{family}.block_count"],
+        num_layers=count("block_count"),
         num_heads=heads,
         num_kv_heads=of_family("attention.head_count_kv", heads),
-        ffn_dim=fields[f"{family}.feed_forward_length"],
+        ffn_dim=count("feed_forward_length"),
         vocab_size=tensors["token_embd.weight"].shape[0],
         tied_embeddings="output.weight" not in tensors,
         rope_theta=of_family("rope.freq_base", 10000.0),

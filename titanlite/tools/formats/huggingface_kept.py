@@ -18,6 +18,7 @@ from titanlite.tokenizer.kept_files import (
     Kept,
     ends_of,
     from_bytes,
+    text_ends,
 )
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
@@ -35,8 +36,8 @@ def kept_of(full: FullState) -> Kept:
 
 
 def stops_of(full: FullState, tokenizer: Tokenizer) -> set[int]:
-    """The ids that end a text: the tokenizer's eos, and those of the model's files."""
-    return {tokenizer.eos, *ends_of(kept_of(full))}
+    """The ids that end a text of the checkpoint's model."""
+    return text_ends(kept_of(full), tokenizer.eos)
 
 
 def files_of(state: FullState, tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:

@@ -36,7 +36,7 @@ from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 from titanlite.parallel.lora import is_adapter
 from titanlite.runtime.errors import ConfigError
-from titanlite.tokenizer.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import Tokenizer, named_tokenizer
 from titanlite.tokenizer.tokenizer_json import JSON_FILES, RANK_FILE
 from titanlite.tools.formats.detect_format import drop_tied_output, open_full_state
 from titanlite.tools.formats.full_state import BLOCK, FullState, FullTensor
@@ -165,7 +165,7 @@ def _fill_same_model(full: FullState, state: dict[str, Any], model: LlamaConfig)
 def tokenizer_of(full: FullState, path: str = "") -> Tokenizer:
     """The checkpoint's tokenizer, or that at `path`. Raises ConfigError if there is neither."""
     if path:
-        tokenizer = Tokenizer(path)
+        tokenizer = named_tokenizer(path, "--tokenizer")
         shape = full.about.model
         if shape is not None and tokenizer.size > shape.vocab_size:
             raise ConfigError(

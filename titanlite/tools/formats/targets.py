@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import os
+import warnings
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,9 @@ class Dcp(Target):
         with mapped(path / "scratch", _torchtitan_tensors(export)) as tensors:
             # With several threads, errors can be lost (pytorch#191391)
             writer = FileSystemWriter(path, thread_count=1)
-            dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
+            with warnings.catch_warnings():  # that there is one process, which is meant
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
         _sync(path / ".metadata")  # torch 2.13 syncs it before it has written all of it
         write_small_files(path, _shape_and_tokenizer(export.state) | _origin_file(export.state))
 

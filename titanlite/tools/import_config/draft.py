@@ -125,7 +125,7 @@ def short(value: object) -> str:
 
 
 def is_unresolved(value: object) -> bool:
-    """Whether a value contains a variable that the file does not set."""
+    """Whether a value contains a variable whose value the file does not say."""
     return isinstance(value, str) and UNRESOLVED.search(value) is not None
 
 

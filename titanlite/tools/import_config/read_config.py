@@ -17,7 +17,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from titanlite.runtime.documents import DEEP, MOST_TOML, parse_json, parse_toml, require_bounded
+from titanlite.runtime.documents import (
+    DEEP,
+    INTEGER,
+    MOST_TOML,
+    parse_json,
+    parse_toml,
+    require_bounded,
+)
 from titanlite.runtime.errors import ConfigError, shortened
 from titanlite.runtime.files import read_bounded
 
@@ -104,9 +111,13 @@ def read_yaml(text: str) -> Any:
         value = yaml.load(text, Loader)
     except RecursionError:
         raise ValueError(DEEP) from None
-    # A scalar that is not what its tag says is an error of whatever function reads it
-    except (yaml.YAMLError, AttributeError, LookupError, TypeError, OverflowError) as error:
+    except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
+    # A scalar that is not what its tag says is an error of whatever function reads it
+    except (AttributeError, LookupError, TypeError, OverflowError):
+        raise ValueError("a value that is not what its tag says") from None
+    except ValueError as error:  # Python's limit of an integer's digits, or an impossible date
+        raise ValueError(INTEGER if "digits" in str(error) else str(error)) from None
     if is_small(value):  # `read_table` refuses others
         require_bounded(value)
     return value

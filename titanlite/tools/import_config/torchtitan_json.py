@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from titanlite.runtime.errors import reason_of
 from titanlite.tools.import_config.common import set_batch
 from titanlite.tools.import_config.draft import Draft
 from titanlite.tools.import_config.read_config import flatten
@@ -55,7 +56,7 @@ def _model(draft: Draft) -> None:
     try:
         settings = shape_of(draft.value(MODEL))
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        reason = f"its parts are not those of a Llama ({error}); write [model] by hand"
+        reason = f"its parts are not those of a Llama ({reason_of(error)}); write [model] by hand"
         draft.refuse(MODEL, draft.value("model_spec.name"), reason)
         return
     for key, value in settings.items():

@@ -53,7 +53,11 @@ def _is_readable(row: Row, draft: Draft) -> bool:
     elif value == AUTO and AUTO not in row.same and is_layout:
         draft.refuse(row.theirs, value, "another file has the value: write it here")
     elif is_unresolved(value) and row.ours and not _is_text(row.ours):
-        draft.refuse(row.theirs, value, "a variable that the file does not set: write its value")
+        draft.refuse(
+            row.theirs,
+            value,
+            "a variable that the file does not set once, to a plain word: write its value",
+        )
     else:
         return True
     return False

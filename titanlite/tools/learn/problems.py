@@ -20,7 +20,7 @@ from titanlite.model.flavors import resolve_flavor
 from titanlite.rules.degrees import AXES
 from titanlite.runtime.documents import read_toml
 from titanlite.runtime.errors import ConfigError
-from titanlite.tokenizer.tokenizer import Tokenizer
+from titanlite.tokenizer.tokenizer import named_tokenizer
 from titanlite.tools.plan.machines import find_machine
 from titanlite.tools.plan.plan import Plan, make_plan
 
@@ -80,7 +80,7 @@ PROBLEMS = {
 def plan_of(arguments: Sequence[str], gpus: int) -> Plan:
     """The estimate for H100 GPUs. Raises ConfigError."""
     config = load_config(list(arguments))
-    llama = resolve_flavor(config.model, Tokenizer(config.data.tokenizer).size)
+    llama = resolve_flavor(config.model, named_tokenizer(config.data.tokenizer).size)
     return make_plan(config, llama, gpus, find_machine("H100"))
 
 

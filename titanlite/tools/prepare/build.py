@@ -126,7 +126,9 @@ def build(
     try:
         job = plan_job(sources, tokenizer, options.drop_duplicates, options.chat)
         make_folder(work)
-        begin_job(job, work)
+        removed = begin_job(job, work)
+        if removed:
+            log(f"starting afresh: the parts of the refused attempt are deleted ({removed})")
         begun = True
         size = "an unknown size"
         if job.has_known_size:

@@ -11,7 +11,6 @@ every start.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -69,23 +68,35 @@ def prepare(
     tokenizer: Tokenizer,
     log: Log = print,
     found: Found | None = None,
-    split: str = "",
 ) -> Path:
     """The folder of prepared data for a config, which is made if it does not exist.
 
     Files that have changed since they were verified are verified.
-    `found`: the result of `find_text`, if that has been called. `split`: the split of all
-    documents; empty: a part is held out.
+    `found`: the result of `find_text`, if that has been called.
     Raises ConfigError with the path of text that is missing, empty or not UTF-8, or of damaged
     data.
     """
     prepared = open_prepared(section)
     if prepared is not None:
         return prepared
-    source = dataclasses.replace(source_of(section), split=split)
+    return prepare_text(source_of(section), tokenizer, log, section.cache, found)
+
+
+def prepare_text(
+    source: Source,
+    tokenizer: Tokenizer,
+    log: Log,
+    cache_path: str = "",
+    found: Found | None = None,
+) -> Path:
+    """The folder in the cache with the prepared text of a source, as `prepare` returns it."""
     found = found or find(source)
-    given = section.cache or os.environ.get("TITANLITE_CACHE")
-    cache = Path(given) if given else Path.home() / ".cache/titanlite"
+    setting = "data.cache"
+    given = cache_path
+    if not given:
+        setting = "TITANLITE_CACHE"
+        given = os.environ.get("TITANLITE_CACHE") or str(Path.home() / ".cache/titanlite")
+    cache = Path(given)
     held_out = find(source.held_out()).files if source.validation else []
     identity: list[object] = [
         FORMAT,
@@ -95,8 +106,10 @@ def prepare(
         source.prompt_field,
         [versions(found.files), versions(held_out)],
     ]
-    if split:
-        identity.append(split)
+    if source.split:
+        identity.append(source.split)
+    if not source.enclosed:
+        identity.append("begins as a prompt")
     if any(Path(file.path).suffix in RAW_NAMES for file in found.files):
         identity.append(f"type of the ids: {source.ids}")
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
@@ -112,7 +125,7 @@ def prepare(
                     build([(source, found)], tokenizer, folder, Options(), log)
         except OSError as error:  # the lock cannot be made: another user may own the cache
             raise ConfigError(
-                f"data.cache = {str(cache)!r}: {error}; expected a writable folder"
+                f"{setting} = {str(cache)!r}: {error}; expected a writable folder"
             ) from None
     verify_changed(folder)
     return folder

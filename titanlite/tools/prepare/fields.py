@@ -8,6 +8,16 @@ import shlex
 from titanlite.config.mistakes import suggestion
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
+# Fields of a question and its answer, which TRL, OpenAI's fine-tuning and Alpaca call so
+ANSWERED = (
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("instruction", "response"),
+    ("instruction", "output"),
+)
+LEFT_OUT_FIELD = "input"
+LEFT_OUT = " (a prompt is one field: join instruction and input before, where input is not empty)"
 IDS = ("input_ids", "token_ids", "tokens")
 # The start of a list of messages in JSON, in a field of such a name
 IN_JSON = re.compile(
@@ -36,5 +46,12 @@ def other_fields(path: str, field: str, names: list[str]) -> str:
             return (
                 f"; its {name} are token ids, which are read from .bin and .npy: write them with "
                 f"numpy.save('ids.npy', numpy.concatenate([row[{name!r}] for row in rows]))"
+            )
+    for prompt, answer in ANSWERED:
+        if prompt in names and answer in names:
+            return (
+                f"; its {prompt} and {answer} are questions and answers: titanlite prepare "
+                f"{shlex.quote(path)} --prompt-field {prompt} --field {answer} --out FOLDER, then "
+                f"train with --data.path=FOLDER{LEFT_OUT if LEFT_OUT_FIELD in names else ''}"
             )
     return suggestion(field, names) or f"; it has {', '.join(names[:20])}"

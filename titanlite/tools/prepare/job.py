@@ -110,6 +110,7 @@ class Job:
     uncut: bool = False  # the tokenizer encodes documents as a whole
     separate_validation: bool = False  # the files of split `validation` are of another source
     ids: str = "auto"  # the type of the ids in files that do not state it; auto: by the data
+    enclosed: bool = True  # texts are between bos and eos; otherwise they begin as prompts do
     format: int = FORMAT
     cut: Count = dataclasses.field(default_factory=lambda: CUT)  # bytes; smaller files are not cut
 
@@ -175,12 +176,14 @@ def number_of_parts(total: int) -> int:
     return max(1, -(-total // size))
 
 
-def begin_job(job: Job, work: Path) -> None:
+def begin_job(job: Job, work: Path) -> str:
     """Writes the job into its working folder.
 
-    Parts of another job are removed if it was refused, since this one is its correction. Raises
-    ConfigError if another one was begun there and interrupted. The caller holds the folder alone.
+    Parts of another job are removed if it was refused, since this one is its correction. Returns
+    how that one differs; "" if nothing was removed. Raises ConfigError if another one was begun
+    there and interrupted. The caller holds the folder alone.
     """
+    removed = ""
     refused = (work / REFUSED).exists()
     (work / REFUSED).unlink(missing_ok=True)
     if (work / NAME).exists():
@@ -188,12 +191,14 @@ def begin_job(job: Job, work: Path) -> None:
         if changed and refused:
             for path in work.iterdir():
                 path.unlink()
+            removed = changed
         elif changed:
             raise ConfigError(
                 f"{work}: was begun differently ({changed}); "
                 f"repeat the former command, or {afresh(work)}"
             )
     replace_file(work / NAME, json.dumps(dataclasses.asdict(job)).encode())
+    return removed
 
 
 def afresh(work: Path) -> str:

@@ -170,9 +170,11 @@ def tokenise_part(job: Job, work: Path, tokenizer: Tokenizer, part: int) -> None
     counts = Counts()
     # Once: of 128,000 ids this takes as long as many documents
     token_bytes = np.asarray(tokenizer.token_bytes)
+    begin = [tokenizer.bos] if job.enclosed else tokenizer.before
+    end = [tokenizer.eos] if job.enclosed else []
     try:
         for document in _documents(job, work, tokenizer, part, counts):
-            _write(document, tokenizer, writers, digest, token_bytes)
+            _write(document, begin, end, tokenizer, writers, digest, token_bytes)
         shards = {split: writer.finish() for split, writer in writers.items()}
     except BaseException:
         for writer in writers.values():
@@ -225,14 +227,16 @@ def _documents(
 
 def _write(
     document: Document,
+    begin: list[int],
+    end: list[int],
     tokenizer: Tokenizer,
     writers: dict[str, ShardWriter],
     digest: Digest,
     token_bytes: NDArray[np.int64],
 ) -> None:
-    """Appends a document to the shard of its split: bos, prompt, text, eos.
+    """Appends a document to the shard of its split: `begin`, prompt, text, `end`.
 
-    Ids of others are appended as they are, or between bos and eos.
+    Ids of others are appended as they are, or between `begin` and `end`.
     """
     content: Iterator[Any] = iter(document.blocks if document.ids is None else document.ids)
     split = document.split
@@ -254,13 +258,13 @@ def _write(
         return
     enclosed = document.ids is None or document.enclosed
     if enclosed and document.begins:
-        writer.write([tokenizer.bos], targets=not document.prompt)
+        writer.write(begin, targets=not document.prompt)
     if document.ids is not None:
         _write_ids(content, writer, digest, token_bytes)
     else:
         _write_text(document.prompt, content, tokenizer, writer, digest)
     if enclosed and document.ends:
-        writer.write([tokenizer.eos])
+        writer.write(end)
 
 
 def _write_text(

@@ -83,6 +83,7 @@ def plan_job(
         uncut=tokenizer.whole_documents,
         separate_validation=bool(first.validation),
         ids=first.ids,
+        enclosed=first.enclosed,
     )
     for file in files:
         if chat.template and file.kind not in ROWS:

@@ -65,6 +65,8 @@ class Source:
     keys: Keys = CONFIG_KEYS
     ids: str = "auto"  # the type of the ids in files that do not state it; auto: by the data
     split: str = ""  # the split of all its documents; empty: a part is held out
+    # Texts are between bos and eos; otherwise after what the tokenizer's files put before a prompt
+    enclosed: bool = True
 
     def held_out(self) -> Source:
         """The source of the validation documents, if they are not a part of this one."""
