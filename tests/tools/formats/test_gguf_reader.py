@@ -72,7 +72,7 @@ def write(path: Path, model: Any, kind: str, **changes: Any) -> None:
     if config.model_type == "qwen3":
         writer.add_key_length(config.head_dim)
     for method, value in changes.items():
-        getattr(writer, method)(value)
+        getattr(writer, method)(*(value if isinstance(value, tuple) else (value,)))
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -300,6 +300,14 @@ def test_a_linear_factor_counts_without_its_type_as_in_llama_cpp(tmp_path):
         ({"add_sliding_window_pattern": 2}, ("qwen2.attention.sliding_window_pattern = 2",)),
         ({"add_rope_dimension_count": 8}, ("rope.dimension_count = 8", "16")),
         ({"add_rope_scaling_attn_factors": 0.5}, ("rope.scaling.attn_factor = 0.5", "allowed: 1")),
+        ({"add_rope_scaling_type": gguf.RopeScalingType.YARN}, ("rope.scaling.type = 'yarn'",)),
+        ({"add_causal_attention": False}, ("attention.causal = False", "allowed: True")),
+        ({"add_attention_scale": 0.5}, ("attention.scale = 0.5", "allowed: 0")),
+        ({"add_logit_scale": 2.0}, ("logit_scale = 2.0", "allowed: 0, 1")),
+        ({"add_final_logit_softcapping": 30.0}, ("final_logit_softcapping = 30.0",)),
+        ({"add_value_length": 8}, ("attention.value_length = 8", "16")),
+        ({"add_type": "adapter"}, ("general.type = 'adapter'", "allowed: 'model'")),
+        ({"add_uint16": ("split.count", 3)}, ("a part of a model in 3 files", "--merge")),
     ],
     ids=str,
 )
@@ -307,6 +315,59 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, changes, parts):
     write(tmp_path / "a.gguf", make(MODELS["qwen2"]), "F32", **changes)
     with refused("a.gguf", *parts):
         load_full_state(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize("alignment", [8, 64, 4096])
+def test_tensors_lie_where_the_alignment_puts_them(tmp_path, alignment):
+    model = make(MODELS["qwen2"])
+    write(tmp_path / "a.gguf", model, "F32", add_custom_alignment=alignment)
+    full = load_full_state(tmp_path / "a.gguf")
+    assert torch.equal(full["tok_embeddings.weight"], model.model.embed_tokens.weight)
+    assert torch.equal(full["output.weight"], model.lm_head.weight)
+
+
+def test_a_number_may_be_stated_for_each_layer(tmp_path, monkeypatch):
+    values = [2, 2, 2]
+    name = "qwen2.attention.head_count_kv"
+    monkeypatch.setattr(
+        gguf.GGUFWriter, "add_head_count_kv", lambda writer, _: writer.add_array(name, values)
+    )
+    write(tmp_path / "a.gguf", make(MODELS["qwen2"]), "F32")
+    assert load_full_state(tmp_path / "a.gguf").model.num_kv_heads == 2
+    values[1] = 1
+    write(tmp_path / "b.gguf", make(MODELS["qwen2"]), "F32")
+    with refused("b.gguf", f"{name} = 1, 2 by layer", "one for all layers"):
+        load_full_state(tmp_path / "b.gguf")
+
+
+def test_divisors_that_disagree_with_keys(tmp_path, monkeypatch):
+    """A linear factor would be applied too; an original context is for yarn; ones divide nothing."""
+    scaling = RopeScaling(8.0, original_context=8192)
+    config = dataclasses.replace(SMALL, explicit_head_dim=64, rope_scaling=scaling)
+    make_file(tmp_path / "a.pt", config)
+    key = "llama.rope.scaling.original_context_length"
+    add = gguf.GGUFWriter.add_uint32
+    monkeypatch.setattr(gguf.GGUFWriter, "add_float64", lambda *arguments: None)
+    monkeypatch.setattr(
+        gguf.GGUFWriter, "add_uint32", lambda w, k, v: add(w, k, 4096 if k == key else v)
+    )
+    convert(tmp_path / "a.pt", tmp_path / "a.gguf", Options(verify=False), log=quiet)
+    assert load_full_state(tmp_path / "a.gguf").model.rope_scaling == scaling
+    monkeypatch.setattr(
+        gguf.GGUFWriter,
+        "add_float64",
+        lambda w, *_: w.kv_data[-1].setdefault(
+            "llama.rope.scaling.factor", gguf.GGUFValue(8.0, gguf.GGUFValueType.FLOAT32)
+        ),
+    )
+    convert(tmp_path / "a.pt", tmp_path / "b.gguf", Options(verify=False), log=quiet)
+    with refused("b.gguf", "rope.scaling.factor beside rope_freqs.weight = 8.0", "allowed: 1"):
+        load_full_state(tmp_path / "b.gguf")
+    monkeypatch.setattr(gguf_file, "frequency_factors", lambda config: np.ones(32, np.float32))
+    convert(tmp_path / "a.pt", tmp_path / "c.gguf", Options(verify=False), log=quiet)
+    assert load_full_state(tmp_path / "c.gguf").model.rope_scaling == RopeScaling(
+        8.0, kind="linear"
+    )
 
 
 def test_other_architectures_are_refused_by_name(tmp_path):

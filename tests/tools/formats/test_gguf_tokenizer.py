@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 import tokenizers
 from foreign_tokenizers import trained
+from messages import refused
+from transformers_models import make
 
+from titanlite.tokenizer.byte_level import CHARACTERS
 from titanlite.tokenizer.tokenizer import Tokenizer
+from titanlite.tools.formats.convert import Options, convert
+from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.gguf_tokenizer import read_tokenizer
 
 TEXT = "def f(x):\n\treturn x + 1234  # 日本 'twas it's\n\n\n" * 3
@@ -32,6 +37,14 @@ def fields_of(main: dict, pre: str) -> dict:
         ],
         "tokenizer.ggml.eos_token_id": next(iter(special.values())),
     }
+
+
+def write_folder(folder: Path, main: dict) -> tokenizers.Tokenizer:
+    """A model of transformers with this tokenizer."""
+    original = tokenizers.Tokenizer.from_str(json.dumps(main))
+    make({"model_type": "llama", "vocab_size": original.get_vocab_size()}).save_pretrained(folder)
+    original.save(str(folder / "tokenizer.json"))
+    return original
 
 
 @pytest.mark.parametrize(
@@ -62,6 +75,31 @@ def test_bos_begins_a_text_as_in_llama_cpp(style, pre, more, adds_bos):
     made = tokenizers.Tokenizer.from_str(Tokenizer("a", content).files["tokenizer.json"].decode())
     expected = tokenizers.Tokenizer.from_str(main).encode("x y", add_special_tokens=False).ids
     assert made.encode("x y").ids == [*bos.values()] * adds_bos + expected
+
+
+@pytest.mark.parametrize("nfc", [None, {"type": "NFC"}])
+@pytest.mark.parametrize("style", ["gpt2", "llama3", "qwen"])
+def test_what_is_written_is_read_back(tmp_path, style, nfc):
+    pytest.importorskip("gguf")
+    main = json.loads(trained(style)) | {"normalizer": nfc}
+    original = write_folder(tmp_path / "a", main)
+    convert(tmp_path / "a", tmp_path / "a.gguf", Options(verify=False), log=lambda text: None)
+    content = open_full_state(tmp_path / "a.gguf").about.tokenizer
+    assert content is not None
+    text = TEXT + "e\u0301 \u1100\u1161\u11a8"  # of which NFC makes two characters
+    expected = original.encode(text, add_special_tokens=False).ids
+    assert Tokenizer("a", content).encode(text) == expected
+
+
+def test_a_tokenizer_without_merges_is_not_written(tmp_path):
+    pytest.importorskip("gguf")
+    main = json.loads(trained("gpt2"))
+    main["model"] |= {"merges": [], "vocab": {c: i for i, c in enumerate(CHARACTERS.values())}}
+    for number, entry in enumerate(main["added_tokens"]):
+        entry["id"] = 256 + number
+    write_folder(tmp_path / "a", main)
+    with refused("--to gguf", "merges no tokens", "llama.cpp"):
+        convert(tmp_path / "a", tmp_path / "a.gguf", Options(verify=False), log=lambda text: None)
 
 
 def test_digits_are_single_in_smollm():

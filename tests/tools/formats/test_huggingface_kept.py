@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,32 @@ def test_a_gguf_file_keeps_the_end_of_a_turn_and_sampling(qwen, tmp_path):
     assert back == {name: v for name, v in generation.items() if v is not None}
     assert stored(tmp_path / "back", "config.json")["bos_token_id"] is None
     assert generated(tmp_path / "back") == generated(qwen)
+
+
+def test_ends_and_sampling_need_no_tokenizer(qwen, tmp_path):
+    """One that is not read in a GGUF file, and a folder without one, through such a file."""
+    pytest.importorskip("gguf")
+    generation = stored(qwen, "generation_config.json")
+    expected = {name: value for name, value in generation.items() if value is not None}
+    convert(qwen, tmp_path / "known.gguf", Options(verify=False), log=lambda text: None)
+    pre = b"tokenizer.ggml.pre" + struct.pack("<IQ", 8, 5)
+    content = (tmp_path / "known.gguf").read_bytes()
+    assert content.count(pre + b"qwen2") == 1
+    (tmp_path / "a.gguf").write_bytes(content.replace(pre + b"qwen2", pre + b"other"))
+    (tmp_path / "bare").mkdir()
+    for file in qwen.iterdir():
+        if "token" not in file.name:
+            (tmp_path / "bare" / file.name).symlink_to(file)
+    convert(tmp_path / "bare", tmp_path / "b.gguf", Options(verify=False), log=lambda text: None)
+    for source in ("a.gguf", "b.gguf", "bare"):
+        target = tmp_path / f"{source} as a folder"
+        convert(tmp_path / source, target, Options("hf", verify=False), log=lambda text: None)
+        assert not (target / "tokenizer.json").exists()
+        back = stored(target, "generation_config.json")
+        assert {name: value for name, value in back.items() if value is not None} == expected
+        ids = stored(target, "config.json")
+        assert ids["eos_token_id"] == generation["eos_token_id"][0]
+        assert (ids["bos_token_id"], ids["pad_token_id"]) == (None, generation["pad_token_id"])
 
 
 def test_a_folder_without_the_file_has_the_ids_of_its_config(qwen, tmp_path):

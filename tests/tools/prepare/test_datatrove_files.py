@@ -98,7 +98,7 @@ DAMAGE = {
     "ids that are cut": (lambda f: cut(f / "a.ds", 2), "expected 60 or 120 bytes"),
     "an id beyond the vocabulary": (
         lambda f: edit(f / "a.ds", 8, "<u2", 5000),
-        "id 5000 at byte 8; expected ids below 4112",
+        "id 5000 at byte 8, read as uint16; expected ids below 4112",
     ),
     "the same, by its metadata": (
         lambda f: edit(f / "a.ds", 8, "<u2", 5000),

@@ -76,13 +76,24 @@ def test_a_file_of_ids_may_begin_with_any_id(tmp_path, name, first):
         (b"PK\x03\x04...", "zip"),
         (b"LITPKDS" + bytes(30), "tail -c +25"),
         (b"GGUF\x03\0\0\0", "GGUF"),
-        (b"\xff\xff\xff\xff\x10\0", "hf:FOLDER"),
+        (np.array([20240326, 3, 1024, *[0] * 300], "<i4").tobytes(), "weights of llm.c"),
     ],
 )
 def test_a_bin_of_another_format_is_named(tmp_path, content, expected):
     (tmp_path / "a.bin").write_bytes(content)
     with refused(str(tmp_path / "a.bin"), expected):
         detect(tmp_path / "a.bin", SOURCE)
+
+
+def test_an_arrow_stream_is_not_an_id_of_minus_one(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.table({"text": ["a", "b"]})
+    with arrow.ipc.new_stream(tmp_path / "a.bin", table.schema) as stream:
+        stream.write_table(table)
+    with refused(str(tmp_path / "a.bin"), "Arrow stream", "hf:FOLDER"):
+        detect(tmp_path / "a.bin", SOURCE)
+    np.array([-1, *range(3000)], "<i4").tofile(tmp_path / "a.bin")
+    assert detect(tmp_path / "a.bin", SOURCE) == ("tokens", "")
 
 
 def test_a_tensor_that_torch_saved_is_named(tmp_path):

@@ -83,6 +83,12 @@ def test_chunks_that_litdata_wrote_are_their_ids(tmp_path, made_of):
             ),
             "does not begin as one of litdata",
         ),
+        (
+            lambda folder: (folder / "index.json").write_text(
+                (folder / "index.json").read_text().replace("7000", "7001")
+            ),
+            "holds 7000 ids of uint16, but",
+        ),
     ],
 )
 def test_a_chunk_that_is_not_whole_is_refused(tmp_path, change, expected):

@@ -28,8 +28,8 @@ def file_of(path: Path, kind: str = "tokens", split: str = "hash") -> File:
     return File(str(path), path.name, path.stat().st_size, "", kind, "", split)
 
 
-def read(file: File) -> list[list[int]]:
-    documents = token_documents(file, TOKENIZER)
+def read(file: File, ids: str = "auto") -> list[list[int]]:
+    documents = token_documents(file, TOKENIZER, ids)
     return [np.concatenate(list(document.ids)).tolist() for document in documents]
 
 
@@ -59,10 +59,11 @@ def test_documents_are_between_delimiters(tmp_path, monkeypatch, write, dtype):
     monkeypatch.setattr(token_files, "BLOCK", 37)
     expected = write(tmp_path / "a.bin", dtype)
     file = file_of(tmp_path / "a.bin")
+    named = "auto" if write is with_header else np.dtype(dtype).name
     # In its first 37 ids
-    layout = token_layout(file.path, file.size, TOKENIZER)
+    layout = token_layout(file.path, file.size, TOKENIZER, named)
     assert has_documents(file, layout, TOKENIZER) or dtype == "<u4" or write is ends_with_eos
-    assert read(file) == expected
+    assert read(file, named) == expected
 
 
 def test_documents_of_megatron(tmp_path):

@@ -29,65 +29,118 @@ def words(count: int, size: int) -> np.ndarray:
     return (RANDOM.zipf(1.2, count) - 1) % size
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+def layout_of(path, ids, tokenizer=TOKENIZER):
+    ids.tofile(path)
+    return token_layout(str(path), path.stat().st_size, tokenizer)
+
+
+SMALL_IDS = [
+    words(20_000, 4000),
+    RANDOM.integers(0, 65, 1000),  # characters: lower halves are small too
+    RANDOM.integers(0, 2, 1000),
+    np.concatenate([words(99, 4000), np.zeros(200_000, int), words(99, 4000)]),
+    np.arange(286),
+    RANDOM.integers(0, 4000, 45),
+    RANDOM.integers(0, 50_257, 3000),
+]
+LARGE_IDS = [words(20_000, 151_936), RANDOM.integers(0, 151_936, 3000)]
+
+
 @pytest.mark.parametrize(
-    ("tokenizer", "ids"),
+    ("tokenizer", "dtype", "ids"),
     [
-        (TOKENIZER, words(20_000, 4000)),
-        (TOKENIZER, RANDOM.integers(0, 65, 1000)),  # characters: lower halves are small too
-        (TOKENIZER, RANDOM.integers(0, 2, 1000)),
-        (TOKENIZER, np.concatenate([words(99, 4000), np.zeros(200_000, int), words(99, 4000)])),
-        (TOKENIZER, np.arange(286)),
-        (TOKENIZER, RANDOM.integers(0, 4000, 45)),
-        (MEDIUM, RANDOM.integers(0, 50_257, 3000)),
-        (LARGE, words(20_000, 151_936)),
-        (LARGE, RANDOM.integers(0, 151_936, 3000)),
+        *((MEDIUM, "<u2", ids) for ids in SMALL_IDS),
+        *((LARGE, "<u4", ids) for ids in LARGE_IDS),
+        (MEDIUM, "<u2", np.array([7])),
     ],
 )
-def test_the_data_shows_the_type(tmp_path, tokenizer, ids, dtype):
-    path = tmp_path / "ids.bin"
-    ids.astype(dtype).tofile(path)
-    if tokenizer is LARGE and dtype == "<u2":
-        with refused(str(path), "16 bits", "151936", "--ids"):
-            token_layout(str(path), path.stat().st_size, tokenizer)
-        return
-    layout = token_layout(str(path), path.stat().st_size, tokenizer)
+def test_a_type_is_taken_if_the_bytes_can_be_of_no_other(tmp_path, tokenizer, dtype, ids):
+    layout = layout_of(tmp_path / "ids.bin", ids.astype(dtype), tokenizer)
     assert layout[:3] == (np.dtype(dtype), 0, len(ids))
+
+
+@pytest.mark.parametrize("dtype", TYPES[1:])
+@pytest.mark.parametrize("ids", [*SMALL_IDS, np.array([7]), np.array([1, 200_000, 3, 4])])
+def test_wide_ids_can_be_narrow_ones_with_a_0_after_each(tmp_path, dtype, ids):
+    with refused("ids.bin", f"{np.dtype(dtype).name} ({len(ids):,} ids", "uint16 (", "--ids"):
+        layout_of(tmp_path / "ids.bin", ids.astype(dtype), MEDIUM)
+
+
+@pytest.mark.parametrize("ids", LARGE_IDS)
+def test_a_large_vocabulary_excludes_16_bits(tmp_path, ids):
+    with refused("ids.bin", f"uint32 ({2 * len(ids):,} ids", f"int64 ({len(ids):,} ids", "--ids"):
+        layout_of(tmp_path / "ids.bin", ids.astype("<i8"), LARGE)
+    with refused("ids.bin", "16 bits", "151936", "--ids"):
+        layout_of(tmp_path / "ids.bin", ids.astype("<u2"), LARGE)
 
 
 @pytest.mark.parametrize(
     ("dtype", "expected"),
-    [(">u2", "big-endian"), (">u4", "big-endian"), (">i8", "big-endian"), ("u1", "8 bits")],
+    [
+        (">u2", "big-endian"),
+        (">u4", "big-endian"),
+        (">i8", "big-endian"),
+        ("u1", "8 bits"),
+        ("<f2", "float16"),
+        ("<f4", "float32"),
+        (">f4", "float32"),
+        ("<f8", "float64"),
+    ],
 )
 @pytest.mark.parametrize("count", [65, 120])
-def test_ids_that_are_neither_wide_nor_little_endian_are_refused(tmp_path, dtype, expected, count):
-    path = tmp_path / "ids.bin"
-    RANDOM.integers(0, count, 3000).astype(dtype).tofile(path)
-    with refused(str(path), expected, "--ids"):
-        token_layout(str(path), path.stat().st_size, MEDIUM)
+def test_numbers_that_are_no_ids_of_the_usual_order_are_named(tmp_path, dtype, expected, count):
+    with refused("ids.bin", expected, "--ids"):
+        layout_of(tmp_path / "ids.bin", RANDOM.integers(0, count, 3000).astype(dtype), MEDIUM)
+
+
+def test_bytes_of_a_text_are_ids_of_8_bits(tmp_path):
+    """Also those beyond 127, two of which are an id of GPT-2's vocabulary."""
+    text = "\0".join(["Übermäßig große Wörter hören für gewöhnlich früher auf."] * 2000)
+    with refused("ids.bin", "8 bits", "uint8"):
+        layout_of(tmp_path / "ids.bin", np.frombuffer(text.encode(), "u1"), MEDIUM)
+    ids = RANDOM.integers(0, 256, 3000)
+    ids.astype("u1").tofile(tmp_path / "bytes.bin")
+    assert (
+        ids_of(prepared(tmp_path / "made", tmp_path / "bytes.bin", "--ids=uint8")) == ids.tolist()
+    )
 
 
 def test_64_bits_are_read_as_as_many_ids(tmp_path):
     ids = words(3000, 4000).tolist()
     torch.tensor(ids).numpy().tofile(tmp_path / "ids.bin")
-    assert ids_of(prepared(tmp_path / "made", tmp_path / "ids.bin")) == ids
+    assert ids_of(prepared(tmp_path / "made", tmp_path / "ids.bin", "--ids=int64")) == ids
 
 
-@pytest.mark.parametrize("dtype", TYPES[1:])
-def test_an_id_beyond_the_vocabulary_does_not_change_the_type(tmp_path, dtype):
+@pytest.mark.parametrize(("dtype", "named"), [("<u4", "uint16"), ("<i8", "uint32")])
+def test_a_type_by_which_each_second_id_is_0_is_announced(tmp_path, capsys, dtype, named):
+    words(3000, 4000).astype(dtype).tofile(tmp_path / "ids.bin")
+    prepared(tmp_path / "made", tmp_path / "ids.bin", f"--ids={named}")
+    assert f"as {named} each second id is 0, as in a file of" in capsys.readouterr().err
+    words(3000, 4000).astype(named).tofile(tmp_path / "ids.bin")
+    prepared(tmp_path / "right", tmp_path / "ids.bin", f"--ids={named}")
+    assert "each second id" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("dtype", "named"), [("<i4", "uint32"), ("<i8", "int64")])
+@pytest.mark.parametrize("mark", [-1, -100])
+@pytest.mark.parametrize("first", [0, 7])
+def test_a_negative_number_is_named(tmp_path, dtype, named, mark, first):
     ids = words(3000, 4000)
-    ids[7] = 200_000
+    ids[first::10] = mark
     ids.astype(dtype).tofile(tmp_path / "ids.bin")
-    place = 7 * np.dtype(dtype).itemsize
-    with refused(str(tmp_path / "ids.bin"), f"id 200000 at byte {place}"):
-        run([str(tmp_path / "ids.bin"), "--out", str(tmp_path / "made")])
+    place = first * np.dtype(dtype).itemsize
+    with refused(str(mark), f"at byte {place}", "negative", "padding"):
+        run([str(tmp_path / "ids.bin"), f"--ids={named}", "--out", str(tmp_path / "made")])
 
 
-@pytest.mark.parametrize("ids", [[1, 2, 3, 4], [0] * 1000])
-def test_a_file_that_can_be_of_two_types_needs_the_option(tmp_path, ids):
+@pytest.mark.parametrize(
+    ("ids", "named"),
+    [([1, 2, 3, 4], "uint32"), ([0] * 1000, "uint32"), ([5, 0, 7, 0] * 99, "uint16")],
+)
+def test_a_file_that_can_be_of_two_types_needs_the_option(tmp_path, ids, named):
     path = tmp_path / "ids.bin"
-    np.array(ids, "<u4").tofile(path)
-    with refused(str(path), "--ids: one of uint16, uint32, int64"):
+    np.array(ids, named).tofile(path)
+    with refused(str(path), "uint16 (", "uint32 (", "by --ids"):
         run([str(path), "--out", str(tmp_path / "made")])
     section = DataConfig(path=str(path), cache=str(tmp_path / "cache"))
     with refused(str(path), "data.ids"):
@@ -95,13 +148,12 @@ def test_a_file_that_can_be_of_two_types_needs_the_option(tmp_path, ids):
     section = DataConfig(sources=(SourceConfig(str(path), "mine"),), cache=str(tmp_path / "cache"))
     with refused(str(path), "data.sources: mine: ids"):
         prepare(section, TOKENIZER, lambda text: None)
-    assert ids_of(prepared(tmp_path / "made", path, "--ids=uint32")) == ids
-    halves = [half for i in ids for half in (i, 0)]
+    assert ids_of(prepared(tmp_path / "made", path, f"--ids={named}")) == ids
     made = {}
-    for name, expected in {"uint32": ids, "uint16": halves}.items():
-        named = DataConfig(path=str(path), ids=name, cache=str(tmp_path / "cache"))
-        made[name] = prepare(named, TOKENIZER, lambda text: None)
-        assert ids_of(made[name]) == expected
+    for name in ("uint32", "uint16"):
+        section = DataConfig(path=str(path), ids=name, cache=str(tmp_path / "cache"))
+        made[name] = prepare(section, TOKENIZER, lambda text: None)
+        assert ids_of(made[name]) == np.array(ids, named).view(name).tolist()
     assert made["uint32"] != made["uint16"]
 
 
@@ -159,7 +211,7 @@ def test_memory_maps_of_dolma_are_read(tmp_path, dtype):
     mapped.flush()
     with gzip.open(tmp_path / "set/part-0-00000.csv.gz", "wt") as file:
         csv.writer(file).writerows([[501 * i, 501 * (i + 1), i, "a.jsonl", i] for i in range(3)])
-    made = prepared(tmp_path / "made", tmp_path / "set")
+    made = prepared(tmp_path / "made", tmp_path / "set", f"--ids={np.dtype(dtype).name}")
     assert sorted(ids_of(made)) == sorted(ids.tolist())
     assert sum(s["documents"] for s in read_manifest(made)["splits"].values()) == 3
 
@@ -178,6 +230,6 @@ def test_a_file_of_megatron_without_its_index_is_refused(tmp_path, name):
 
 
 def test_a_file_without_documents_is_announced(tmp_path, capsys):
-    RANDOM.integers(0, 4000, 600).astype("<i4").tofile(tmp_path / "ids.bin")
+    RANDOM.integers(0, 4000, 600).astype("<u2").tofile(tmp_path / "ids.bin")
     prepared(tmp_path / "made", tmp_path / "ids.bin")
     assert "ids.bin: neither bos nor eos is among" in capsys.readouterr().err

@@ -225,6 +225,9 @@ def _open(path: Path, step: int | None) -> FullState:
             f"{path}: holds adapters in PEFT's format, and not their model; name the model, and "
             "this folder with --adapter (titanlite convert MODEL TARGET --adapter adds them up)"
         )
+    gguf_files = sorted(path.glob("*.gguf"))
+    if gguf_files:
+        raise ConfigError(f"{path}: has GGUF files; give the file, as {gguf_files[0]}")
     torch_files = [file for file in sorted(path.iterdir()) if file.suffix in TORCH_SUFFIXES]
     if torch_files:
         raise ConfigError(

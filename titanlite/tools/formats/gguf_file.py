@@ -14,6 +14,7 @@ Reference: github.com/ggml-org/ggml, docs/gguf.md
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,11 @@ from titanlite.tokenizer.tokenizer_json import GPT2_PATTERN, QWEN_PATTERN, TEMPL
 from titanlite.tools.formats import gguf_kept, huggingface
 from titanlite.tools.formats.export import Export
 from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part, half_split
-from titanlite.tools.formats.gguf_tokenizer import name_of
+from titanlite.tools.formats.gguf_tokenizer import NFC, NORMALIZED, name_of
 from titanlite.tools.formats.huggingface_config import family_of
 from titanlite.tools.formats.huggingface_tokenizer import merge_list, template_adds
 
+logger = logging.getLogger("titanlite")
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES = {name: dtype for dtype, name in KINDS.items()}
 BLOCK = {  # ours -> theirs
@@ -184,6 +186,15 @@ def pre_tokenizer(tokenizer: Tokenizer) -> str:
             f"pattern {name}, and here "
             f"{tokenizer.unmade} tokens encode otherwise then"
         )
+    if tokenizer.nfc and name != NORMALIZED:
+        logger.warning(
+            "%s: its tokenizer normalises text (NFC), which llama.cpp does not", tokenizer.path
+        )
+    if not merge_list(tokenizer):
+        raise ConfigError(
+            f"{tokenizer.path}: --to gguf: it merges no tokens, and llama.cpp reads no tokenizer "
+            "of its kind without merges"
+        )
     return name
 
 
@@ -278,8 +289,12 @@ def _write_metadata(writer: Any, export: Export, length: int) -> None:
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
+    template = state.about.files.get(TEMPLATE_FILE)
+    if template:
+        writer.add_chat_template(template.decode("utf-8", "replace"))
     if not state.about.tokenizer:
         writer.add_tokenizer_model("none")
+        gguf_kept.write_fields(writer, state, None)
         return
     tokenizer = Tokenizer(state.path, state.about.tokenizer)
     texts = [f"[PAD{i}]" for i in range(config.vocab_size)]
@@ -291,7 +306,10 @@ def _write_metadata(writer: Any, export: Export, length: int) -> None:
         texts[i] = name
         kinds[i] = gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre_tokenizer(tokenizer))
+    pre = pre_tokenizer(tokenizer)
+    writer.add_tokenizer_pre(pre)
+    if tokenizer.nfc != (pre == NORMALIZED):
+        writer.add_bool(NFC, tokenizer.nfc)
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
     writer.add_token_merges(merge_list(tokenizer))
@@ -299,9 +317,6 @@ def _write_metadata(writer: Any, export: Export, length: int) -> None:
     adds_bos, adds_eos = template_adds(tokenizer)
     writer.add_add_bos_token(adds_bos)
     writer.add_add_eos_token(adds_eos)
-    template = state.about.files.get(TEMPLATE_FILE)
-    if template:
-        writer.add_chat_template(template.decode("utf-8", "replace"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,6 +63,21 @@ MOST_BYTES = 1 << 26  # of the header; Gemma's, with 256,000 tokens, has 14 MB
 MOST_TEXTS = 1 << 20  # of all arrays; Gemma has 262,144 tokens and 514,906 merges
 MOST_ENTRIES = 1 << 16  # fields, and tensors: Llama 3 405B has 1,138
 MOST_FREQUENCIES = 1 << 12  # half the width of a head
+# Fields of the family by which other models differ -> values with which they change nothing
+NEUTRAL = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "rope.scaling.attn_factor": (1,),
+    "use_parallel_residual": (False,),
+}
 
 
 class _Header:
@@ -141,6 +156,8 @@ def read_header(path: Path) -> Content:
         if header.bytes(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         version = header.number("I")
+        if version in [struct.unpack(">I", struct.pack("<I", known))[0] for known in VERSIONS]:
+            raise ValueError("it is for big-endian machines; write it for little-endian ones")
         if version not in VERSIONS:
             raise ValueError(f"version {version}; expected {' or '.join(map(str, VERSIONS))}")
         num_tensors = header.count("tensors", MOST_ENTRIES)
@@ -216,7 +233,7 @@ def open_file(path: Path) -> FullState:
     length = sequence_length(fields.get(f"{architecture}.context_length", 0))
     # What is left in `tensors` is not known: comparing the models reports it
     about = About("gguf", config, gguf_tokenizer.read_tokenizer(path, fields), seq_len=length)
-    about.files |= to_files(gguf_kept.read_fields(fields))
+    about.files |= to_files(gguf_kept.read_fields(fields, config.vocab_size))
     template = fields.get("tokenizer.chat_template")
     if isinstance(template, str):
         about.files[TEMPLATE_FILE] = template.encode()
@@ -234,6 +251,15 @@ def _config(
     Raises ConfigError with every field that titanlite's Llama does not support, KeyError for one
     that is missing.
     """
+    split = fields.get("split.count", 0)
+    if split not in (0, 1):
+        raise ConfigError(
+            f"{path}: is a part of a model in {split!r:.40} files; join them: "
+            "llama-gguf-split --merge FIRST_PART TARGET.gguf"
+        )
+    kind = fields.get("general.type", "model")
+    if kind != "model":
+        raise ConfigError(f"{path}: general.type = {kind!r:.99}; allowed: 'model'")
     family = fields["general.architecture"]
     if family not in ARCHITECTURES:
         raise ConfigError(
@@ -242,10 +268,10 @@ def _config(
         )
 
     def of_family(name: str, default: Any = None) -> Any:
-        return fields.get(f"{family}.{name}", default)
+        return _of_all_layers(path, f"{family}.{name}", fields.get(f"{family}.{name}", default))
 
     def count(name: str) -> int:
-        value: Any = fields[f"{family}.{name}"]
+        value: Any = of_family(name, fields[f"{family}.{name}"])
         if type(value) is not int or value < 1:
             raise ValueError(f"{family}.{name} = {value!r:.40}: expected an integer above 0")
         return value
@@ -253,16 +279,16 @@ def _config(
     linear_factor = of_family("rope.scaling.factor", of_family("rope.scale_linear", 0.0))
     # llama.cpp scales linearly where there is a factor and no type
     scaling = of_family("rope.scaling.type", "linear" if linear_factor else "none")
-    both = scaling == "linear" and linear_factor not in (0, 1) and factors is not None
+    divides = factors is not None and not (factors == 1).all()
+    both = scaling == "linear" and linear_factor not in (0, 1) and divides
     allowed = {
-        "expert_count": (of_family("expert_count", 0), (0,)),
+        **{name: (of_family(name, usual[0]), usual) for name, usual in NEUTRAL.items()},
         "attention.sliding_window_pattern": (
             of_family("attention.sliding_window_pattern", None),
             (None,),
         ),
         "rope.scaling.type": (scaling, ("none", "linear")),
         f"rope.scaling.factor beside {FREQUENCIES}": (linear_factor if both else 1, (1,)),
-        "rope.scaling.attn_factor": (of_family("rope.scaling.attn_factor", 1), (1,)),
     }
     problems = [
         f"{path}: {family}.{name} = {value!r:.99}; allowed: {', '.join(map(repr, choices))}"
@@ -278,6 +304,11 @@ def _config(
         raise ConfigError(
             f"{path}: {family}.rope.dimension_count = {of_family('rope.dimension_count')}; "
             f"allowed: the width of a head, {head_dim}"
+        )
+    if of_family("attention.value_length", head_dim) != head_dim:
+        raise ConfigError(
+            f"{path}: {family}.attention.value_length = {of_family('attention.value_length')}; "
+            f"allowed: that of a key, {head_dim}"
         )
     config = LlamaConfig(
         dim=dim,
@@ -300,8 +331,23 @@ def _config(
     if factors is not None:
         stated = {name: fields[key] for name, key in SCALING.items() if key in fields}
         found = _llama3_scaling(path, config, factors, stated)
-        config = dataclasses.replace(config, rope_scaling=found)
+        if found:
+            config = dataclasses.replace(config, rope_scaling=found)
     return checked(config)
+
+
+def _of_all_layers(path: Path, name: str, value: Any) -> Any:
+    """The value of a field that may have one for each layer.
+
+    Raises ConfigError if the layers differ.
+    """
+    if not isinstance(value, array):
+        return value
+    different = sorted(set(value))
+    if len(different) != 1:
+        shown = ", ".join(map(str, different[:5]))
+        raise ConfigError(f"{path}: {name} = {shown} by layer; allowed: one for all layers")
+    return different[0]
 
 
 def _shortest(value: float) -> float:
@@ -311,8 +357,8 @@ def _shortest(value: float) -> float:
 
 def _llama3_scaling(
     path: Path, config: LlamaConfig, factors: np.ndarray[Any, Any], stated: dict[str, Any]
-) -> RopeScaling:
-    """The scaling of Llama 3.1 that has these divisors of the frequencies.
+) -> RopeScaling | None:
+    """The scaling of Llama 3.1 that has these divisors of the frequencies; None if all are 1.
 
     `stated`: its numbers, as titanlite writes them; other software leaves them out.
     """
@@ -321,6 +367,8 @@ def _llama3_scaling(
             f"{path}: {FREQUENCIES} is of shape {factors.shape}; expected "
             f"{config.head_dim // 2} divisors, one per pair of a head"
         )
+    if (factors == 1).all() and len(stated) < len(SCALING):
+        return None
     if len(stated) == len(SCALING):
         candidates = [RopeScaling(**stated)]
     else:

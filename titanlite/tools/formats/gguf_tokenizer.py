@@ -22,6 +22,10 @@ from titanlite.tools.formats import gguf_sentencepiece
 
 logger = logging.getLogger("titanlite")
 LEVEL_DEFAULTS = {"use_regex": True, "add_prefix_space": True, "individual_digits": False}
+# Whether text is normalised first, which llama.cpp never does: a key of ours says so. Without it,
+# text is normalised under the name whose tokenizers do so in transformers
+NFC = "titanlite.tokenizer.nfc"
+NORMALIZED = "qwen2"
 UNKNOWN = 2  # types of tokens: two that are no text,
 CONTROL = 3
 USER_DEFINED = 4  # and text that is found before anything is merged
@@ -140,8 +144,7 @@ def _byte_level(fields: dict[str, Any]) -> Json:
     pre = fields["tokenizer.ggml.pre"]
     pre_tokenizers, whole_words = PRE_TOKENIZERS[pre]
     return {
-        # transformers' Qwen normalises; the file does not say so
-        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+        "normalizer": {"type": "NFC"} if fields.get(NFC, pre == NORMALIZED) else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre_tokenizers},
         "decoder": _level(use_regex=True),
         "model": {

@@ -40,9 +40,14 @@ def stops_of(full: FullState, tokenizer: Tokenizer) -> set[int]:
     return text_ends(kept_of(full), tokenizer.eos)
 
 
-def files_of(state: FullState, tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
-    """File name -> its JSON object; of config.json only the ids of tokens."""
+def files_of(state: FullState, tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
+    """File name -> its JSON object; of config.json only the ids of tokens.
+
+    Without a tokenizer they are what the model's files say of ids and sampling.
+    """
     kept = kept_of(state)
+    if tokenizer is None:
+        return {name: kept[name] for name in (CONFIG, GENERATION) if name in kept}
     files: dict[str, dict[str, Any]] = {name: dict(value) for name, value in kept.items()}
     if CONFIG not in files and GENERATION not in files:  # the model came without a folder
         own = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}

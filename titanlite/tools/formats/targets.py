@@ -335,12 +335,13 @@ class HuggingFace(Target):
         dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
         config = huggingface_config.to_config(state.model, length, dtype)
         files: dict[str, bytes] = {}
+        tokenizer: Tokenizer | None = None
         if state.about.tokenizer:
             tokenizer = Tokenizer(state.path, state.about.tokenizer)
             files = to_files(tokenizer, length)
-            kept = huggingface_kept.files_of(state, tokenizer)
-            config |= kept.pop("config.json", {})
-            files |= {name: _json(value) for name, value in kept.items()}
+        kept = huggingface_kept.files_of(state, tokenizer)
+        config |= kept.pop("config.json", {})
+        files |= {name: _json(value) for name, value in kept.items()}
         files["config.json"] = _json(config)
         if TEMPLATE_FILE in state.about.files:
             files[TEMPLATE_FILE] = state.about.files[TEMPLATE_FILE]

@@ -44,6 +44,7 @@ from titanlite.tools.prepare.plan_job import check_unchanged, plan_job
 from titanlite.tools.prepare.rows import first_row_number
 from titanlite.tools.prepare.shard_writer import TEMPORARY
 from titanlite.tools.prepare.sources import Found, Source
+from titanlite.tools.prepare.token_layout import width_note
 from titanlite.tools.prepare.workers import problems_of, run_parts
 
 Log = Callable[[str], None]
@@ -172,6 +173,11 @@ def _notes(job: Job) -> list[str]:
             f"{whole[0].path}{others}: neither bos nor eos is among the first ids, so the file is "
             "one document, whose last twentieth is for validation; Megatron lists documents in .idx"
         )
+    for file in job.files:
+        note = width_note(file.path, file.size, job.ids) if file.kind == "tokens" else ""
+        if note:
+            notes.append(note)
+            break  # a folder's other files are alike
     return notes
 
 

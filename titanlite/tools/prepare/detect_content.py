@@ -31,7 +31,6 @@ FOREIGN = {  # magic bytes -> (what it is, what to do)
     b"\xfd7zXZ": ("an xz file", "unpack it, or pack it with gzip or zstd"),
     b"BZh": ("a bzip2 file", "unpack it, or pack it with gzip or zstd"),
     b"ARROW1": ("an Arrow file", "give the data set's folder as hf:FOLDER"),
-    b"\xff\xff\xff\xff": ("an Arrow stream", "give the data set's folder as hf:FOLDER"),
     b"%PDF": ("a PDF", "extract its text"),
     b"\xff\xfe": ("UTF-16 text", "convert it to UTF-8"),
     b"\xfe\xff": ("UTF-16 text", "convert it to UTF-8"),
@@ -45,6 +44,8 @@ FOREIGN = {  # magic bytes -> (what it is, what to do)
     b"\x89HDF\r\n": ("an HDF5 file", "write its ids with numpy.save"),
 }
 WEAK = 4  # bytes; shorter magic bytes may be the first ids of a .bin
+# The mark of a message, its length, and where its table begins; ids of -1 begin as the mark does
+ARROW_STREAM = re.compile(rb"\xff{4}..\0\0\x10\0\0\0", re.DOTALL)
 # Magic bytes, method, flags, time, level: RFC 1952
 GZIP = re.compile(rb"\x1f\x8b\x08[\x00-\x1f].{4}[\x00\x02\x04]", re.DOTALL)
 DATATROVE_FILES = tuple(f".ds{suffix}" for suffix in DATATROVE_COMPANIONS)
@@ -58,6 +59,14 @@ TORCH = re.compile(rb"PK\x03\x04.{26}[^/]{1,80}/(data\.pkl|\.format_version|\.da
 ARRAY = re.compile(rb'(\xef\xbb\xbf)?\s*\[\s*\{\s*"')
 # The magic number in the header of llm.c's token files -> type of its ids
 LLMC = {20240520: "<u2", 20240801: "<u4"}
+LLMC_HEADER = 1024  # bytes
+# and in the headers of its other files
+LLMC_OTHERS = {
+    20240326: "weights of llm.c",
+    20240327: "a debug state of llm.c",
+    20240328: "a tokenizer of llm.c",
+    20240522: "an evaluation of llm.c",
+}
 
 
 def detect(path: Path, source: Source) -> tuple[str, str]:
@@ -97,8 +106,13 @@ def detect(path: Path, source: Source) -> tuple[str, str]:
         return "", ""
     if path.with_suffix(".idx").is_file() and path.suffix == ".bin":
         return "megatron", compression
-    if int.from_bytes(sample[:4], "little") in LLMC and len(sample) >= 1024:
+    magic_number = int.from_bytes(sample[:4], "little")
+    if magic_number in LLMC and len(sample) >= LLMC_HEADER:
         return "tokens", compression
+    if magic_number in LLMC_OTHERS and len(sample) >= LLMC_HEADER:
+        raise ConfigError(f"{path}: is {LLMC_OTHERS[magic_number]}, not text, rows or token ids")
+    if ARROW_STREAM.match(sample):
+        raise ConfigError(f"{path}: is an Arrow stream; give the data set's folder as hf:FOLDER")
     if sample.startswith(NUMPY):
         return "tokens", compression
     if TORCH.match(sample):

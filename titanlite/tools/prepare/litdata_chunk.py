@@ -53,8 +53,8 @@ def chunk_layout(path: str, size: int) -> tuple[np.dtype[Any], int] | None:
         return None
     config = index.get("config")
     formats = config.get("data_format") if isinstance(config, dict) else None
-    stated = formats[0] if isinstance(formats, list) and len(formats) == 1 else ""
-    kind, _, code = str(stated).partition(":")
+    data_format = formats[0] if isinstance(formats, list) and len(formats) == 1 else ""
+    kind, _, code = str(data_format).partition(":")
     if kind not in TYPES:
         row = "{'text': row}" if formats == ["str"] else "row"
         raise ConfigError(
@@ -80,7 +80,20 @@ def chunk_layout(path: str, size: int) -> tuple[np.dtype[Any], int] | None:
             f"{path}: {size - offset} bytes after its header, not a whole number of "
             f"{dtype.itemsize}-byte ids"
         )
+    count = (size - offset) // dtype.itemsize
+    stated = _stated_ids(index, Path(path).name)
+    if stated not in (None, count):
+        raise ConfigError(
+            f"{path}: holds {count} ids of {dtype}, but {folder / INDEX} says {stated} (dim): one "
+            "of the two files is of another"
+        )
     return dtype, offset
+
+
+def _stated_ids(index: dict[str, Any], name: str) -> object:
+    """The number of ids that the index states of a chunk; None if it does not."""
+    chunks = [chunk for chunk in index["chunks"] if isinstance(chunk, dict)]
+    return next((chunk.get("dim") for chunk in chunks if chunk.get("filename") == name), None)
 
 
 def read_index(folder: Path) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from titanlite.tools.prepare.token_layout import (
 
 # Ids that are read at a time; also the most that are hashed to choose a document's split
 BLOCK = 1 << 20
+SMALLEST_MARK = -100  # that programs write in place of an id: -1 or this number
 DOCUMENTS = 1 << 16  # documents whose places are read from an index at a time
 
 
@@ -80,12 +81,29 @@ def read_ids(
         if wrong.any():
             first = int(np.argmax(wrong))
             place = offset + first * layout.dtype.itemsize
-            raise ConfigError(
-                f"{file.path}: id {ids[first]} at byte {place}; expected ids below "
-                f"{tokenizer.size}, the size of the tokenizer {tokenizer.path}: "
-                f"was the file made with another one{layout.made_with}?"
-            )
+            raise _no_id(file, layout, ids[first : first + 1], place, tokenizer)
         yield ids
+
+
+def _no_id(
+    file: File, layout: Layout, number: Ids, place: int, tokenizer: Tokenizer
+) -> ConfigError:
+    """The error for a number, an array of one, that is no id of the tokenizer."""
+    dtype = layout.dtype
+    signed = int(number.view(dtype.str.replace("u", "i"))[0])
+    is_mark = SMALLEST_MARK <= signed < 0
+    where = f"{file.path}: id {number[0]} at byte {place}, read as {dtype}"
+    if is_mark and dtype.kind == "u":
+        where += f" ({signed} with a sign)"
+    if number[0] < 0 or (is_mark and dtype.itemsize > 2):  # of 16 bits it may be a larger id
+        return ConfigError(
+            f"{where}; expected ids from 0 on: negative numbers mark padding, or what is no "
+            "target; write the file without them"
+        )
+    return ConfigError(
+        f"{where}; expected ids below {tokenizer.size}, the size of the tokenizer "
+        f"{tokenizer.path}: was the file made with another one{layout.made_with}?"
+    )
 
 
 def _delimited(file: File, layout: Layout, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:

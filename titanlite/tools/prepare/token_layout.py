@@ -2,10 +2,11 @@
 
 What it is: files that state the type are read as they say: llm.c's header, NumPy's, Megatron's
 index, litdata's index.json. A file without any of these (nanoGPT, `ndarray.tofile`, the memory maps
-of OLMo and dolma, which are named .npy) is 16, 32 or 64 bits wide, and its data shows which: in
-wide ids each second half is the upper one, which is 0 or small, while the lower one is not. If the
-data does not show it, or shows 8 bits or big-endian order, the file is refused, and the option or
-key `ids` decides.
+of OLMo and dolma, which are named .npy) has ids of 16 bits unless its data can be wider ids: there
+each second half is the upper one, which is 0 or small, while the lower one is not. Then it is
+refused, and the option or key `ids` decides, because the same bytes can be ids of 16 bits with a 0
+after each. Only a tokenizer whose ids do not fit into 16 bits excludes those, so its ids of 32 bits
+are read without the option. 8 bits, floats and big-endian order are refused.
 Why not by the vocabulary: an id beyond it would make a file of 32 bits one of 16, with twice as
 many ids.
 What it costs: 1 MB of each file is read.
@@ -21,10 +22,9 @@ import numpy as np
 
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import Tokenizer
-from titanlite.tools.prepare.detect_content import LLMC, MEGATRON, NUMPY
+from titanlite.tools.prepare.detect_content import LLMC, LLMC_HEADER, MEGATRON, NUMPY
 from titanlite.tools.prepare.litdata_chunk import chunk_layout
 
-LLMC_HEADER = 1024  # bytes
 INDEX_HEADER = np.dtype(
     [("magic", "S9"), ("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("bounds", "<u8")]
 )
@@ -32,14 +32,19 @@ DTYPES = {3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron's codes of integer
 MOST_NUMPY_HEADER = 1 << 16  # bytes
 DESCR = re.compile(rb"'descr'\s*:\s*'([<>|][iu][1248])'")
 SHAPE = re.compile(rb"'shape'\s*:\s*\(\s*(\d{1,18})\s*,\s*\)")
-RAW_TYPES = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}  # of a file that states none
+# Of a file that states none; ids of 8 bits only if the user says so
+RAW_TYPES = {"uint8": "u1", "uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
 OPTION = "--ids"
 BLOCKS = 16  # that are looked at, evenly over a file
 BLOCK = 1 << 16  # bytes of each
-FEWEST = 32  # pairs of halves from which on the data decides
 LARGEST_UPPER = 63  # the upper half of 4,194,303, the largest id that a tokenizer may have
+LARGEST_ID = 1 << 22
 CLEAR = 0.5  # the difference of two shares from which on each second half is an upper one
 EQUAL = 0.25  # and up to which it is not
+FEWEST = 32  # numbers from which on floats, 8 bits and big-endian order show
+MANY = 1 << 14  # pairs of bytes from which on their distributions can be compared
+ALIKE = 0.1  # the difference of two distributions up to which they count as one
+SHOWN = 4  # ids of each reading in a message
 
 Ids = np.ndarray[Any, Any]
 
@@ -78,7 +83,7 @@ def _whole_file(path: str, size: int, dtype: np.dtype[Any]) -> Layout:
     if size % dtype.itemsize:
         raise ConfigError(
             f"{path}: {size} bytes, not a whole number of {dtype.itemsize}-byte ids; "
-            "it is truncated"
+            "it is truncated, or its ids are of another type"
         )
     return Layout(dtype, 0, size // dtype.itemsize)
 
@@ -165,26 +170,18 @@ def megatron_header(index: Path) -> tuple[int, int, int]:
 def _type_of_data(path: str, size: int, tokenizer: Tokenizer, setting: str) -> np.dtype[Any]:
     """The type of the ids in a file that does not state it.
 
-    Raises ConfigError if the data does not show it.
+    Raises ConfigError if the data can be of several types, or of none that is read.
     """
     data = _sample(path, size)
-    _refuse_bytes_and_big_endian(path, data, setting)
-    possible = list(RAW_TYPES)
-    wide = _has_upper_halves(_as(data, "<u2"))
-    if wide is False:
-        possible = ["uint16"]
-    elif wide:
-        possible = ["uint32", "int64"]
-        wider = _has_upper_halves(_as(data, "<u4"))
-        if wider is not None:
-            possible = ["int64" if wider else "uint32"]
-    if len(possible) > 1:  # few ids, or odd ones: a type whose ids are all in the vocabulary
-        possible = [name for name in possible if _fits(data, size, RAW_TYPES[name], tokenizer)]
-    if len(possible) != 1:
-        raise ConfigError(
-            f"{path}: its {size} bytes do not show of which type its ids are; say it by {setting}: "
-            f"one of {', '.join(RAW_TYPES)}"
-        )
+    _refuse_other_types(path, data, setting)
+    possible = [
+        name
+        for name in _possible_types(data, tokenizer)
+        if size >= np.dtype(RAW_TYPES[name]).itemsize
+    ] or ["uint16"]  # of a file of one byte, which is too short for any
+    if len(possible) > 1:
+        readings = ", or ".join(_reading(data, size, name) for name in possible)
+        raise ConfigError(f"{path}: its bytes can be {readings}; say which by {setting}")
     (name,) = possible
     if name == "uint16" and tokenizer.size > 1 << 16:
         raise ConfigError(
@@ -193,6 +190,46 @@ def _type_of_data(path: str, size: int, tokenizer: Tokenizer, setting: str) -> n
             f"cut off? If neither, say so by {setting}: uint16"
         )
     return np.dtype(RAW_TYPES[name])
+
+
+def _possible_types(data: bytes, tokenizer: Tokenizer) -> list[str]:
+    """The types that the ids can be of."""
+    excess = _excess_of_small(_as(data, "<u2"))
+    if excess is None:
+        return ["uint16", "uint32", "int64"]
+    if excess <= EQUAL:
+        return ["uint16"]
+    possible = ["uint32"]
+    if tokenizer.size <= 1 << 16 or excess < CLEAR:
+        possible.insert(0, "uint16")
+    wider = _excess_of_small(_as(data, "<u4"))
+    if wider is None or wider > EQUAL:
+        possible.append("int64")
+    return possible
+
+
+def _reading(data: bytes, size: int, name: str) -> str:
+    """What a file holds if its ids are of this type."""
+    dtype = np.dtype(RAW_TYPES[name])
+    count = size // dtype.itemsize
+    first = np.frombuffer(data[: min(count, SHOWN) * dtype.itemsize], dtype).tolist()
+    more = ", ..." if count > SHOWN else ""
+    return f"{name} ({count:,} ids: {', '.join(map(str, first))}{more})"
+
+
+def width_note(path: str, size: int, ids: str) -> str:
+    """What is odd about a file whose type of ids the user named, and no header states.
+
+    Empty unless each second id of that type is 0, as the upper half of a wider one.
+    """
+    if ids == "auto" or _stated_layout(path, size):
+        return ""
+    wider = {"uint8": "uint16", "uint16": "uint32", "uint32": "int64"}.get(ids)
+    words = _as(_sample(path, size), RAW_TYPES[ids])
+    excess = _excess_of_small(words)
+    if wider is None or excess is None or excess < CLEAR or words[1::2].any():
+        return ""
+    return f"{path}: as {ids} each second id is 0, as in a file of {wider}: is the type right?"
 
 
 def _sample(path: str, size: int) -> bytes:
@@ -212,48 +249,65 @@ def _as(data: bytes, dtype: str) -> Ids:
     return np.frombuffer(data[: len(data) // pair * pair], dtype)
 
 
-def _refuse_bytes_and_big_endian(path: str, data: bytes, setting: str) -> None:
-    """Raises ConfigError for ids of 8 bits, or with the upper half first (big-endian)."""
-    for dtype in ("u1", "<u2", "<u4"):
-        swapped = _as(data, dtype).reshape(-1, 2)[:, ::-1].reshape(-1)
-        if _has_upper_halves(swapped):
+def _refuse_other_types(path: str, data: bytes, setting: str) -> None:
+    """Raises ConfigError for floats, ids of 8 bits, or with the upper half first (big-endian)."""
+    for kind in ("<f4", "<f8", ">f4", ">f8", "<f2"):
+        if _are_whole(_as(data, kind)):
+            raise ConfigError(
+                f"{path}: looks like numbers of {np.dtype(kind).name}; write them with "
+                f"numpy.save(FILE, ids.astype('<u4')), or name their type by {setting}"
+            )
+    for kind in ("u1", "<u2", "<u4"):
+        words = _as(data, kind)
+        excess = _excess_of_small(words.reshape(-1, 2)[:, ::-1].reshape(-1))
+        if len(words) > 2 * FEWEST and excess is not None and excess >= CLEAR:
             raise ConfigError(
                 f"{path}: looks like ids whose upper half comes first (big-endian); write them "
-                f"with ids.astype('<u4').tofile(FILE), or name their type by {setting}"
+                f"with numpy.save(FILE, ids); if it does not, name their type by {setting}"
             )
-    halves = _as(data, "u1")
-    if _has_upper_halves(halves) is False and halves.max() < 128:  # ids of 16 bits reach 255
+    if _are_bytes(_as(data, "u1")):
         raise ConfigError(
-            f"{path}: looks like ids of 8 bits; write them with ids.astype('<u2').tofile(FILE), "
-            f"or name their type by {setting}"
+            f"{path}: looks like ids of 8 bits; name their type by {setting}: uint8 if they are"
         )
 
 
-def _has_upper_halves(words: Ids) -> bool | None:
-    """Whether each second word is the upper half of a number; None if that is unclear.
+def _are_whole(numbers: Ids) -> bool:
+    """Whether all floats are whole numbers that can be ids, or -1 to -100 in place of one."""
+    with np.errstate(invalid="ignore"):  # the bytes of ids can be any float
+        numbers = numbers[numbers != 0].astype("<f8")
+        return (
+            len(numbers) >= FEWEST
+            and bool((np.abs(numbers) < LARGEST_ID).all())
+            and bool((numbers == np.round(numbers)).all())
+        )
 
-    Then it is 0, or small, far more often than the word before it. Words that are ids themselves
-    are equally often so at both places.
+
+def _are_bytes(halves: Ids) -> bool:
+    """Whether bytes are ids themselves: of 16 bits, the upper and the lower ones differ."""
+    pairs = len(halves) // 2
+    excess = _excess_of_small(halves)
+    if pairs < FEWEST or excess is None or abs(excess) > EQUAL:
+        return False
+    if halves.max() < 128:  # lower bytes of ids of 16 bits reach 255
+        return True
+    lower = np.bincount(halves[0::2], minlength=256)
+    upper = np.bincount(halves[1::2], minlength=256)
+    return pairs >= MANY and int(np.abs(lower - upper).sum()) <= 2 * ALIKE * pairs
+
+
+def _excess_of_small(words: Ids) -> float | None:
+    """How much more often each second word is 0, or small, than the word before it.
+
+    It is near 1 where the second words are upper halves of ids, and near 0 where all words are ids
+    themselves. None if all words are 0, which are padding, and show nothing.
     """
     lower = words[0::2]
     upper = words[1::2]
-    used = (lower != 0) | (upper != 0)  # padding shows nothing
+    used = (lower != 0) | (upper != 0)
+    if not used.any():
+        return None
     lower = lower[used]
     upper = upper[used]
-    if len(lower) < FEWEST:
-        return None
     zero = float(np.mean(upper == 0) - np.mean(lower == 0))
     small = float(np.mean(upper <= LARGEST_UPPER) - np.mean(lower <= LARGEST_UPPER))
-    difference = max(zero, small)
-    if difference >= CLEAR:
-        return True
-    if difference <= EQUAL:
-        return False
-    return None
-
-
-def _fits(data: bytes, size: int, dtype: str, tokenizer: Tokenizer) -> bool:
-    """Whether the data can be ids of this type, all in the vocabulary."""
-    width = np.dtype(dtype).itemsize
-    ids = np.frombuffer(data[: len(data) // width * width], dtype)
-    return size % width == 0 and bool(((ids >= 0) & (ids < tokenizer.size)).all())
+    return max(zero, small)
