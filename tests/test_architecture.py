@@ -174,6 +174,7 @@ SETS_ATTRIBUTES = {
     "titanlite/config/load.py": {"layer.values[name]"},  # what `set_value` is for
     "titanlite/tokenizer/bpe_fast.py": {"tokenizer.pre_tokenizer"},
     "titanlite/distributed/torch_private.py": {
+        "info.buffer",
         "ShardingPropagator._propagate_tensor_meta_non_cached",
         "Stage._inference_mode",
         "cpp_extension.TORCH_LIB_PATH",

@@ -10,9 +10,11 @@ from model_builder import build_stages
 from titanlite.config.schema import LossConfig
 from titanlite.data.rows import Batch
 from titanlite.model.flavors import LlamaConfig
+from titanlite.optim import chunked_loss
 
 WIDE = LlamaConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=16, vocab_size=8192)
 SHAPE = (4, 512)  # sequences and their length: 64 MiB of logits
+BLOCK_NUMEL = 16 * WIDE.vocab_size  # small beside a chunk, as it is in a run
 # How many parts a process computes the logits in, without chunks: shards, or microbatches of a
 # pipeline.
 PARTS = {"dp_shard": 1, "tp": 2, "cp": 2, "pp": 4}
@@ -24,7 +26,8 @@ def most_bytes(parallel: dict[str, int], num_chunks: int) -> int:
         parallel, 0, WIDE, LossConfig(num_chunks), seq_len=SHAPE[1], local_batch_size=SHAPE[0]
     )
     tokens = torch.randint(WIDE.vocab_size, SHAPE)
-    with Largest() as largest:
+    with Largest() as largest, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked_loss, "BLOCK_NUMEL", BLOCK_NUMEL)
         stages.forward_backward(Batch(tokens, tokens), torch.tensor(tokens.numel()))
     return (
         largest.most

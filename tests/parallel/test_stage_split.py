@@ -9,7 +9,12 @@ import pytest
 from model_builder import EVEN
 
 from titanlite.model.flavors import FLAVORS
-from titanlite.parallel.stage_split import balanced_split, stage_indices, stage_modules
+from titanlite.parallel.stage_split import (
+    balanced_split,
+    most_received,
+    stage_indices,
+    stage_modules,
+)
 
 
 def stage_weights(weights: list[int], starts: list[int]) -> list[int]:
@@ -77,3 +82,16 @@ def test_stages_go_round_or_in_a_v():
     ]
     assert [stage_indices(rank, 2, 2, "ZBVZeroBubble") for rank in range(2)] == [[0, 3], [1, 2]]
     assert [stage_indices(rank, 2, 2, "DualPipeV") for rank in range(2)] == [[0, 3], [1, 2]]
+
+
+def test_what_is_held_does_not_grow_with_the_microbatches():
+    """For the schedules that begin backwards early; the first stage receives no input, the last no
+    gradient.
+    """
+    for schedule, per_rank in (("1F1B", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)):
+        last = 4 * per_rank - 1
+        for index in range(last + 1):
+            few, many = (most_received(index, 4, per_rank, schedule, n) for n in (16, 4096))
+            assert few == many
+            assert (few[0] == 0, few[1] == 0) == (index == 0, index == last)
+    assert most_received(1, 4, 1, "GPipe", 64) == (64, 2)

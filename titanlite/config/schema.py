@@ -654,11 +654,12 @@ class LossConfig:
     """Cross entropy, optionally with z-loss."""
 
     num_chunks: int = key(
-        1,
+        0,
         "number of chunks of tokens for which the output projection and the loss are "
         "computed one after the other: "
-        "n chunks need 1/n of the memory for logits",
-        min=1,
+        "n chunks need 1/n of the memory for logits; 1: all at once; 0: as many (1, 2, 4, ...) as "
+        "keep the fp32 logits of a chunk within 1 GB",
+        min=0,
         max=65536,
     )
     z_loss: float = key(

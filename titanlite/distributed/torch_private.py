@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -278,7 +278,8 @@ def num_compiled_graphs() -> int:
 
 @functools.cache
 def pipeline_stage_class() -> type[PipelineStage]:
-    """Defines a `PipelineStage` that works in every schedule, and unpickles no messages of others.
+    """Defines a `PipelineStage` that works in every schedule, unpickles no messages of others, and
+    holds a buffer only for messages that are under way or in use.
 
     torch's own fails if two neighbouring stages share a process, as at the turn of a V: (1) In 2.11
     stages exchange a first message with their neighbours, and gloo cannot send one to the process
@@ -291,13 +292,49 @@ def pipeline_stage_class() -> type[PipelineStage]:
     still takes place, because it connects the neighbours, but its outcome, which a schedule assigns
     to `_inference_mode`, is ignored.
 
+    Until 2.14 a stage allocates a buffer for the input and one for the gradient of each microbatch,
+    and keeps them (pytorch#136380); from 2.15 on a buffer exists from the receive to the
+    computation. Here the buffers of earlier releases do too: they are on the meta device, without
+    memory, before `get_fwd_recv_ops` or `get_bwd_recv_ops` and after the computation that reads
+    them. (Autograd keeps an input until its backward; `most_received` counts both.) Such a stage
+    also keeps each output of a validation; here until the turn of its backward, which does nothing.
+
+    In all releases a schedule keeps the losses of a step. Each keeps its graph, which keeps the
+    microbatch's input. Here a loss is detached after its backward.
+
     It is a function because the import of `torch.distributed.pipelining` takes half a second.
     Checked: 2.11, 2.13, 2.15.
     """
     from torch.distributed import P2POp
     from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.stage import _RecvInfo
 
     class Stage(PipelineStage):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.split_losses: dict[int, Tensor] = {}  # of backwards in two calls
+
+        def backward_one_chunk(
+            self,
+            bwd_chunk_id: int,
+            loss: Tensor | None = None,
+            full_backward: bool = True,
+            last_backward: bool = False,
+        ) -> None:
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            if loss is None:
+                return
+            if full_backward:
+                loss.detach_()
+            else:
+                self.split_losses[bwd_chunk_id] = loss
+
+        def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            loss = self.split_losses.pop(bwd_chunk_id, None)
+            if loss is not None:
+                loss.detach_()
+
         def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
             return [
                 op
@@ -315,7 +352,55 @@ def pipeline_stage_class() -> type[PipelineStage]:
     mode = getattr(torch.distributed.pipelining._utils, "InferenceMode", None)  # from 2.13 on
     if mode is not None:
         Stage._inference_mode = property(lambda stage: mode.STATIC, lambda stage, outcome: None)  # type: ignore[assignment]
-    return Stage
+    if hasattr(_RecvInfo, "allocate_buffer"):  # from 2.15 on
+        return Stage
+
+    class StageWithFewBuffers(Stage):
+        def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+            device = self.device
+            self.device = torch.device("meta")
+            metadata = super()._prepare_forward_infra(*args, **kwargs)
+            self.device = device
+            return metadata
+
+        def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+            device = self.device
+            self.device = torch.device("meta")
+            metadata = super()._prepare_backward_infra(*args, **kwargs)
+            self.device = device
+            return metadata
+
+        def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+            if not self.is_first:
+                move_buffers(self.args_recv_info[fwd_chunk_id], self.device)
+            return super().get_fwd_recv_ops(fwd_chunk_id)
+
+        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            if not self.is_first:
+                move_buffers(self.args_recv_info[fwd_chunk_id], "meta")
+            return output
+
+        def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+            if self.has_backward and not self.is_last:
+                move_buffers(self.grad_recv_info[bwd_chunk_id], self.device)
+            return super().get_bwd_recv_ops(bwd_chunk_id)
+
+        def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            if not self.has_backward:
+                self.fwd_cache.pop(bwd_chunk_id)
+            elif not self.is_last:
+                move_buffers(self.grad_recv_info[bwd_chunk_id], "meta")
+
+    return StageWithFewBuffers
+
+
+def move_buffers(infos: Iterable[Any], device: torch.device | str) -> None:
+    """Replaces the buffer of each of torch's `_RecvInfo` by an empty one. Checked: 2.13."""
+    for info in infos:
+        requires_grad = info.buffer.requires_grad
+        info.buffer = torch.empty_like(info.buffer, device=device).requires_grad_(requires_grad)
 
 
 def join_pretended_group(rank: int, world_size: int) -> None:

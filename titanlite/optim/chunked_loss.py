@@ -2,27 +2,33 @@
 
 What it is: logits are V numbers for each token, by far the largest tensor of a step. Here the model
 returns hidden states (`parallel/deferred_output.py`). For one chunk of tokens after the other, the
-loss computes the logits, their loss and its gradients, and frees the logits. The loss is a sum, so
-the backward only multiplies these gradients by the factor that it receives.
-What it costs: nothing is computed twice. Memory: with n chunks 1/n of the logits, their log-softmax
-and gradient; and the gradients of the hidden states and of the projection (fp32) until the
-backward. Under tensor parallel the hidden states (B, S, D) are all-gathered, as they are for an
-output layer. The last FSDP unit keeps its weights gathered after the forward, since the loss uses
-them.
+loss computes the logits, overwrites them with their gradient, a block of tokens at a time, and
+computes from it the gradients of the hidden states and of the projection. The loss is a sum, so the
+backward only multiplies these by the factor that it receives.
+What it costs: nothing is computed twice. Memory: with n chunks 1/n of the logits; fp32 copy,
+log-softmax and gradient of one block (12 bytes for each of BLOCK_NUMEL logits); and the gradients
+of the hidden states and of the projection (fp32) until the backward. Under tensor parallel the
+hidden states (B, S, D) are all-gathered, as they are for an output layer. The last FSDP unit keeps
+its weights gathered after the forward, since the loss uses them.
+Bits: the gradient of a block's logits has those of the loss at once. The loss and the projection's
+gradient are sums over tokens, here sums of the chunks' sums, and the factor is multiplied last: so
+they differ by rounding. `rules/loss_chunks.py` chooses the number of chunks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from titanlite.optim.loss import SummedLoss
+
+BLOCK_NUMEL = 1 << 24  # logits of which fp32 copy, log-softmax and gradient exist at a time
 
 
 class OutputWeight(Protocol):
@@ -71,13 +77,38 @@ def chunked_cross_entropy_sum(
     losses = []
     chunks = zip(token_chunks(hidden, num_chunks), token_chunks(labels, num_chunks), strict=True)
     for x, y in chunks:
-        losses.append(loss(F.linear(x, weight), y))
+        losses += [loss(*block) for block in token_blocks(F.linear(x, weight), y)]
     return torch.stack(losses).sum()
 
 
 def token_chunks(values: Tensor, num_chunks: int) -> tuple[Tensor, ...]:
     """Splits (B, S, ...) into at most `num_chunks` tensors (1, tokens, ...)."""
     return values.flatten(0, 1)[None].chunk(num_chunks, dim=1)
+
+
+def token_blocks(logits: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields views of logits (1, n, V) and labels (1, n): of at most BLOCK_NUMEL logits, or of one
+    token.
+    """
+    rows = logits.shape[1]
+    while rows > 1 and rows * logits.shape[2] > BLOCK_NUMEL:
+        rows = -(-rows // 2)  # halves divide most numbers of tokens, so blocks are equal
+    return zip(logits.split(rows, dim=1), labels.split(rows, dim=1), strict=True)
+
+
+def replace_by_gradient(logits: Tensor, labels: Tensor, loss: SummedLoss) -> Tensor:
+    """Returns the loss of logits (1, n, V) and labels (1, n), and overwrites the logits with its
+    gradient.
+    """
+    total = torch.zeros((), device=logits.device)
+    for block, targets in token_blocks(logits, labels):
+        with torch.enable_grad():
+            leaf = block.detach().requires_grad_()
+            value = loss(leaf, targets)
+        (gradient,) = torch.autograd.grad(value, leaf)
+        block.copy_(gradient)
+        total += value.detach()
+    return total
 
 
 class _Chunked(torch.autograd.Function):
@@ -128,17 +159,17 @@ def _one_chunk(
 
     It is a function so that the logits are freed before those of the next chunk are computed.
     """
-    with torch.enable_grad():
-        logits = F.linear(x.requires_grad_(), weight)
-        of_logits = get_gradient_edge(logits)
-        value = loss(logits, labels)
-    del logits  # the loss keeps what its backward reads
-    (to_logits,) = torch.autograd.grad(value, of_logits)
-    to_logits = to_logits[0]  # (n, V)
+    logits = F.linear(x, weight)
+    value = replace_by_gradient(logits, labels, loss)
+    to_logits = logits[0]  # (n, V)
     torch.mm(to_logits, weight, out=to_x)
-    if to_weight is not None and x.is_cuda and x.dtype != torch.float32:
+    if to_weight is None:
+        return value
+    if x.dtype == torch.float32:
+        to_weight.addmm_(to_logits.T, x[0])
+    elif x.is_cuda:
         # Adds the product before it is rounded, and needs no tensor for it
         torch.addmm(to_weight, to_logits.T, x[0], out_dtype=torch.float32, out=to_weight)
-    elif to_weight is not None:
+    else:
         to_weight += to_logits.T @ x[0]
-    return value.detach()
+    return value

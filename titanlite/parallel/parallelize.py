@@ -43,6 +43,7 @@ from titanlite.parallel.mixed_precision import apply_mixed_precision
 from titanlite.parallel.pipeline_parallel import split_into_stages
 from titanlite.parallel.tensor_parallel import apply_tp
 from titanlite.rules.degrees import needs_fsdp
+from titanlite.rules.loss_chunks import loss_chunks
 from titanlite.runtime.phases import Phase, mark_phase
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def parallelize(model: Llama, config: Config, mesh: Mesh, compiled: bool) -> Non
     # Inside the blocks and at the ends: replaces or cuts single layers
     if config.float8.enabled:
         apply_float8(model, config.float8, mesh.device_type, mesh["tp"].size())
-    if config.loss.num_chunks > 1:
+    if loss_chunks(config, model.config.vocab_size, mesh.degrees) > 1:
         defer_output(model)
     if mesh["tp"].size() > 1:
         apply_tp(model, mesh["tp"], parallel.async_tp)

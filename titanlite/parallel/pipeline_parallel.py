@@ -23,8 +23,9 @@ rank; bubble: the idle part of the time):
 
 Why it is here: it sends the fewest bytes of all axes, so it is the axis to place across nodes.
 What it costs: b B S D / (cp tp) bytes per microbatch and stage boundary in each direction, b bytes
-per number; and the bubble. Weights, gradients and moments are 1/pp, but FSDP reduces gradients only
-after the last microbatch and keeps them unsharded until then: r N / (pp tp) bytes.
+per number, and as many buffers of this size as `most_received` says; and the bubble. Weights,
+gradients and moments are 1/pp, but FSDP reduces gradients only after the last microbatch and keeps
+them unsharded until then: r N / (pp tp) bytes.
 
 Which layers form a stage is computed by `stage_split.py`. A tied embedding is needed by the first
 and the last stage: both hold a copy, and the gradients of the copies are summed before the update.
@@ -55,6 +56,7 @@ from titanlite.distributed.torch_private import pipeline_stage_class
 from titanlite.optim.loss import SummedLoss
 from titanlite.parallel.deferred_output import WeightHolder
 from titanlite.parallel.stage_split import stage_indices, stage_modules
+from titanlite.rules.loss_chunks import loss_chunks
 from titanlite.runtime.phases import Phase, mark_phase
 
 if TYPE_CHECKING:
@@ -125,11 +127,14 @@ def build_pipeline(
         return torch.empty(size, *shape, dtype=dtype, device="meta", requires_grad=True)
 
     hidden = example(local_len // tp, llama.dim)
+    output = example(local_len, llama.vocab_size // tp)
+    if loss_chunks(config, llama.vocab_size, mesh.degrees) > 1:
+        output = hidden  # the loss computes the projection
     microbatches = Microbatches(
         number=training.local_batch_size // size,
         tokens=torch.empty(size, local_len, dtype=torch.int64, device="meta"),
         hidden=hidden,
-        output=hidden if config.loss.num_chunks > 1 else example(local_len, llama.vocab_size // tp),
+        output=output,
     )
     return Pipeline(model_parts, loss, mesh["pp"], device, parallel.pp_schedule, microbatches)
 

@@ -1,4 +1,4 @@
-"""Which layers form a pipeline stage, and which stages a rank holds.
+"""Which layers form a pipeline stage, which stages a rank holds, and how much a stage receives.
 
 What it is: arithmetic on the model's sizes. A block and the output layer count with their number of
 parameters, which is proportional to their compute. The embedding has no matrix product, but it
@@ -21,6 +21,36 @@ def stage_indices(rank: int, size: int, per_rank: int, schedule: str) -> list[in
     if schedule in V_SHAPED:
         return [rank, 2 * size - 1 - rank]
     return list(range(rank, size * per_rank, size))
+
+
+def most_received(
+    index: int, size: int, per_rank: int, schedule: str, microbatches: int
+) -> tuple[int, int]:
+    """Returns the most inputs, and the most gradients of its outputs, that a stage has received and
+    still holds.
+
+    An input is held until its microbatch's backward, so it is one of the activations that a
+    microbatch keeps; a gradient until the backward that begins with it. 1F1B and GPipe also keep
+    the last message until the next is to be received. Schedules with several stages per rank
+    receive up to a lap ahead: as many microbatches as pass through one stage before the next.
+    """
+    lap = microbatches // max(1, microbatches // size)  # pp, or a little more
+    inputs = min(microbatches, 2 * lap)
+    gradients = min(microbatches, lap)
+    if schedule == "1F1B":
+        inputs = min(microbatches, max(2, size - index))
+        gradients = 2
+    elif schedule == "GPipe":
+        inputs = microbatches
+        gradients = 2
+    elif schedule == "LoopedBFS":
+        inputs = microbatches
+        gradients = microbatches
+    if index == 0:
+        inputs = 0
+    if index == size * per_rank - 1:
+        gradients = 0
+    return inputs, gradients
 
 
 def balanced_split(weights: list[int], num_stages: int) -> list[int]:

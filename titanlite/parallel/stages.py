@@ -34,6 +34,7 @@ from titanlite.parallel.pipeline_parallel import (
 )
 from titanlite.parallel.tensor_parallel import loss_parallel_cross_entropy_sum
 from titanlite.rules.compiled import compiles_loss
+from titanlite.rules.loss_chunks import loss_chunks
 from titanlite.runtime.phases import Phase, mark_phase
 
 if TYPE_CHECKING:
@@ -218,11 +219,11 @@ def _build_loss(
     if config.loss.z_loss:
         loss = with_z_loss(loss, config.loss.z_loss, mesh["tp"])
     if compile_loss:
-        # Not dynamic, so a smaller last chunk gets a second graph: torch 2.13 cannot compile a
-        # sharded vocabulary for dynamic sizes.
+        # Not dynamic, so a smaller last block of tokens gets a second graph: torch 2.13 cannot
+        # compile a sharded vocabulary for dynamic sizes.
         loss = torch.compile(loss, backend=config.compile.backend, dynamic=False)
-    if config.loss.num_chunks > 1:
-        for part in model_parts:
-            if isinstance(part.output, DeferredOutput):  # only the part with the output layer
-                loss = ChunkedLoss(part.output, config.loss.num_chunks, loss, mesh["tp"])
+    num_chunks = loss_chunks(config, model_parts[0].config.vocab_size, mesh.degrees)
+    for part in model_parts:
+        if isinstance(part.output, DeferredOutput):  # the part with the output layer, if in chunks
+            loss = ChunkedLoss(part.output, num_chunks, loss, mesh["tp"])
     return loss

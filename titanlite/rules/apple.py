@@ -25,7 +25,7 @@ ALLOWED = {
     "float8.enabled": (False,),
     "compile.enabled": ("auto", "false"),
     "compile.loss": ("auto", "false"),
-    "loss.num_chunks": (1,),
+    "loss.num_chunks": (0, 1),
     "recompute.mode": ("none", "full", "selective"),
     "recompute.offload": (False,),
     "parallel.cpu_offload": (False,),

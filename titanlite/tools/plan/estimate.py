@@ -8,11 +8,14 @@ torch.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from titanlite.config.schema import Config
 from titanlite.model.flavors import LlamaConfig
 from titanlite.rules.check import check_layout
 from titanlite.rules.compiled import reason_not_compiled
 from titanlite.rules.degrees import data_ranks
+from titanlite.rules.loss_chunks import loss_chunks
 from titanlite.tools.plan.counts import RankCounts, StepCounts
 from titanlite.tools.plan.estimate_compute import attention_flops, pointwise_bytes, products
 from titanlite.tools.plan.estimate_memory import memory, states
@@ -60,4 +63,5 @@ def layout_of(
     """The layout of a config. Raises ConfigError."""
     degrees = check_layout(config, llama, world_size)
     compiled = not reason_not_compiled(config, degrees, llama.dim, device_type)
-    return Layout(config, llama, degrees, compiled)
+    loss = replace(config.loss, num_chunks=loss_chunks(config, llama.vocab_size, degrees))
+    return Layout(replace(config, loss=loss), llama, degrees, compiled)
