@@ -472,6 +472,7 @@ TESTED_ELSEWHERE = {
     "tools/faults/tensor_parallel_faults": "tests/tools/faults/test_experiment.py",
     "tools/faults/update_faults": "tests/tools/faults/test_experiment.py",
     "tools/plan/counts": "tests/tools/plan/test_estimate.py",
+    "tools/plan/fitted": "tests/tools/plan/test_accuracy.py",
     "tools/plan/plan": "tests/tools/cli/test_plan_command.py",
     "tools/plan/show": "tests/tools/cli/test_plan_command.py",
     "tools/plan/page": "tests/tools/cli/test_plan_command.py",

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,19 +67,42 @@ def test_the_run_at_a_given_speed(capsys, speed):
     assert contents["budget"]["mfu"] == pytest.approx(0.5, rel=1e-5)
 
 
-def test_a_traced_plan_names_a_layout_that_is_faster():
-    """Here tp 8 for a model that fits into one GPU."""
-    config = load_config(["llama3_1b", "--parallel.tp=8", "--training.global_batch_size=64"])
-    llama = plan_command.model_of(config)
+@pytest.mark.slow
+def test_a_traced_plan_names_a_layout_that_is_faster(capsys):
+    """Here tp 2 for a model that fits into one GPU, in a batch of which each rank has one part."""
+    arguments = ["debug", "--parallel.tp=2", "--training.global_batch_size=8"]
+    arguments += ["--training.local_batch_size=4"]
+    config = load_config(arguments)
     machine = find_machine("H100")
-    plan = make_plan(config, llama, 8, machine)
-    assert plan_command.faster_layout(plan) == []  # only an estimate: the command takes no time
-    traced = replace(plan, counts=replace(plan.counts, source="traced"))
-    best = search(plan.config, llama, 8, machine).best[0]
+    plan = make_plan(config, plan_command.model_of(config), 2, machine)
+    best = search(plan.config, plan.llama, 2, machine).best[0]
     faster = 100 * (plan.time.total / best.time.total - 1)
     assert faster > 50
-    text = " ".join(line.strip() for line in plan_command.faster_layout(traced))
-    assert text == f"--search has a layout that is {faster:.0f} % faster: {best.name}"
+    assert plan_command.run([*arguments, "--gpus=2"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    found = f"a search without given layout keys finds one that is {faster:.0f} % faster: "
+    assert found + best.name in text
+
+
+def test_an_estimate_says_that_it_is_not_compared(capsys):
+    assert "not compared with other layouts: --search" in printed(capsys, "llama3_8b", "--gpus=8")
+
+
+def test_a_search_holds_the_keys_of_the_command_line(capsys):
+    arguments = ["llama3_1b", "--gpus=8", "--training.global_batch_size=48"]
+    held = ["--parallel.tp=2", "--training.local_batch_size=3", "--loss.num_chunks=1"]
+    held += ["--recompute.mode=memory_budget", "--recompute.budget=0.5"]
+    contents = json.loads(printed(capsys, *arguments, *held, "--search", "--json"))
+    assert contents["best"]
+    for one in contents["best"]:
+        assert one["parallel.tp"] == 2
+        assert one["training.local_batch_size"] == 3
+        assert one["loss.num_chunks"] == 1
+        assert one["recompute.mode"] == "memory_budget"
+    text = printed(capsys, *arguments, "--parallel.dp_shard=4", "--search")
+    assert "held, because given: parallel.dp_shard = 4\n" in text
+    with pytest.raises(ConfigError, match=r"fewer of the keys that are given: parallel.tp = 3"):
+        plan_command.run([*arguments, "--parallel.tp=3", "--search"])
 
 
 def test_the_title_names_the_model_that_is_planned(capsys):

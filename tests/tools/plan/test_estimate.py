@@ -17,7 +17,13 @@ from titanlite.model.flops import flops_per_token
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.plan.counts import Collective, RankCounts
 from titanlite.tools.plan.estimate import estimate, layout_of
-from titanlite.tools.plan.estimate_memory import logits_bytes, states
+from titanlite.tools.plan.estimate_memory import (
+    logits_bytes,
+    receive_buffers,
+    reserved_bytes,
+    sharded_gradients,
+    states,
+)
 
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
@@ -218,6 +224,27 @@ def test_frozen_products_are_those_of_the_mfu(frozen):
     assert total == pytest.approx(counts.tokens * per_token, rel=1e-4)  # which counts norms
 
 
+def test_blocks_below_all_that_is_trained_keep_nothing():
+    """Of 32 blocks 24 are frozen, the first ones."""
+    options = ("--training.local_batch_size=4", "--loss.num_chunks=8")
+    whole = rank_of(1, "llama3_8b", "--recompute.mode=none", *options).memory.activations
+    patterns = ", ".join(["tok_embeddings.*", *(f"layers.{number}.*" for number in range(24))])
+    frozen = f"--training.frozen={patterns}"
+    found = rank_of(1, "llama3_8b", "--recompute.mode=none", frozen, *options)
+    assert found.memory.activations == pytest.approx(whole / 4, rel=0.05)
+    assert found.num_trained < 0.32 * found.num_parameters
+
+
+def test_a_frozen_first_block_says_nothing_about_the_others():
+    """What the others keep does not depend on which block is frozen."""
+    options = ("--recompute.mode=none", "--training.local_batch_size=4", "--loss.num_chunks=8")
+    first, last = (
+        rank_of(1, "llama3_8b", f"--training.frozen=layers.{number}.*", *options).memory.activations
+        for number in (0, 31)
+    )
+    assert first == last
+
+
 @pytest.mark.parametrize(("mode", "more"), [("full", 6 / 7), ("selective", 3 / 7)])
 def test_recomputation_repeats_products(mode, more):
     none = rank_of(1, "debug", "--recompute.mode=none").products
@@ -300,6 +327,59 @@ def test_each_measure_against_memory_saves_some(flavor, world_size):
         "--parallel.reshard_after_forward=never",
     )
     assert more.memory.gathered > plain.memory.gathered
+
+
+@pytest.mark.parametrize(("gpus", "measured"), [(8, 77.0), (128, 62.0)])
+def test_the_range_has_a_pair_of_published_measurements(gpus, measured):
+    """torchtitan's 8B rows (benchmarks/llama3_h100_202412_torchtitan.md) on 8 and on 128 GPUs."""
+    options = ("--training.local_batch_size=2", "--recompute.mode=selective")
+    options += (f"--training.global_batch_size={2 * gpus}", "--compile.loss=false")
+    rank = rank_of(gpus, "llama3_8b", *options, "--loss.num_chunks=1")
+    degrees = {"dp_shard": gpus, "cp": 1}
+    low, high = reserved_bytes(rank.memory, sharded_gradients(rank, degrees))
+    assert low / GIB < measured < high / GIB
+    assert high < 1.15 * low
+
+
+def test_gradients_that_come_later_count_at_the_upper_end():
+    options = ("--training.local_batch_size=2", "--training.global_batch_size=16")
+    rank = rank_of(8, "llama3_8b", *options, "--loss.num_chunks=1")
+    gradients = sharded_gradients(rank, {"dp_shard": 8, "cp": 1})
+    assert gradients == pytest.approx(4 * 8030261248 / 8, rel=1e-3)
+    low, high = reserved_bytes(rank.memory, gradients)
+    without_low, without_high = reserved_bytes(rank.memory, 0)
+    later = gradients - rank.memory.gradients
+    assert later > 0
+    assert high - without_high == pytest.approx(later)
+    assert low - without_low == pytest.approx(later / 2)
+    assert sharded_gradients(rank, {"dp_shard": 1, "cp": 1}) == 0  # whole tensors
+
+
+def test_stages_receive_into_one_buffer_per_microbatch():
+    """405B on 512 GPUs: a middle rank has two neighbours, 8 KiB per token of a microbatch / tp."""
+    options = ("--parallel.pp=16", "--parallel.tp=8", "--parallel.pp_microbatch_size=1")
+    options += ("--training.global_batch_size=1536", "--training.local_batch_size=384")
+    config, llama = model("llama3_405b", *options)
+    layout = layout_of(config, llama, 512)
+    one = 8192 * 16384 * 2 / 8
+    assert receive_buffers(layout, layout.stages_of(1), 1) == 2 * 384 * one
+    assert receive_buffers(layout, layout.stages_of(0), 0) == 384 * one
+
+
+def test_a_pipeline_gathers_all_weights_however_they_are_freed():
+    """A backward frees none, so `always` differs only in the forward."""
+    options = ("--parallel.pp=2", "--parallel.dp_shard=4", "--training.local_batch_size=8")
+    kept, freed = (
+        rank_of(
+            8,
+            "llama3_8b",
+            *options,
+            "--recompute.mode=full",
+            f"--parallel.reshard_after_forward={mode}",
+        ).memory.gathered
+        for mode in ("default", "always")
+    )
+    assert kept == freed > 0
 
 
 def test_parts_of_a_layout_add_up():

@@ -57,6 +57,7 @@ SLOW = [
     ["dp_shard=2", "training.compute_dtype=bfloat16", "training.reduce_dtype=float32"],
     ["dp_shard=2", "training.param_dtype=bfloat16", "optimizer.state_dtype=bfloat16"],
     ["dp_shard=2", "lora.rank=4", "recompute.mode=selective"],
+    ["dp_shard=2", "model.num_layers=4", "training.frozen=tok_embeddings.*, layers.[01].*"],
     ["dp_shard=2", "optimizer.name=muon"],
     ["dp_shard=2", "data.document_mask=true", "ema.decay=0.9"],
     ["pp=2", "dp_shard=2", "cp=2", "recompute.mode=full"],

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.batch_sizes import samples_after
-from titanlite.config.load import load_config
+from titanlite.config.load import load_config, split_command_line
 from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.config.to_toml import to_toml
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
@@ -76,7 +76,9 @@ def run(argv: list[str]) -> int:
             if getattr(options, name) is not None:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{option}: not with --search; plan the layout that it finds")
-        return _search(config, llama, gpus, machine, options)
+        _, overrides = split_command_line(rest)
+        given = frozenset(override.name for override in overrides)
+        return _search(config, llama, gpus, machine, given, options)
     plan = make_plan(config, llama, gpus, machine, exact=not options.estimate)
     budget = _budget(plan, options)
     lines = [*plan_lines(plan), *faster_layout(plan), "", *_run_lines(plan, budget, options)]
@@ -90,11 +92,13 @@ def run(argv: list[str]) -> int:
 
 
 def faster_layout(plan: Plan) -> list[str]:
-    """A line about the layout that --search finds, if it is faster. By arithmetic it is found in
-    seconds, so only beside a traced plan, which takes longer.
+    """A line about the fastest layout of all, if it is faster than this one.
+
+    The search takes seconds to a minute: less than a trace, and more than an estimate, which only
+    says how to start it.
     """
     if plan.counts.source == "estimated":
-        return []
+        return ["  not compared with other layouts: --search does that in seconds to a minute"]
     try:
         best = search(plan.config, plan.llama, plan.gpus, plan.machine).best[0]
     except ConfigError:  # none fits, as the verdict says
@@ -102,22 +106,31 @@ def faster_layout(plan: Plan) -> list[str]:
     faster = plan.time.total / best.time.total - 1
     if faster < WORTH_SAYING:
         return []
-    text = f"--search has a layout that is {100 * faster:.0f} % faster: {best.name}"
+    text = (
+        f"a search without given layout keys finds one that is {100 * faster:.0f} % faster: "
+        f"{best.name}"
+    )
     return textwrap.wrap(text, 78, initial_indent="  ", subsequent_indent="  ")
 
 
 def _search(
-    config: Config, llama: LlamaConfig, gpus: int, machine: Machine, options: argparse.Namespace
+    config: Config,
+    llama: LlamaConfig,
+    gpus: int,
+    machine: Machine,
+    given: frozenset[str],
+    options: argparse.Namespace,
 ) -> int:
     """Prints the best layouts, and writes the first as a config that a run takes."""
-    result = search(with_dtype(config, machine), llama, gpus, machine)
+    result = search(with_dtype(config, machine), llama, gpus, machine, given=given)
     best = result.best[0]
     if options.json:
         rows = [
             one.keys | {"seconds": one.time.total, "memory": dataclasses.asdict(one.memory)}
             for one in result.best
         ]
-        print(json.dumps({"tried": result.tried, "refused": result.refused, "best": rows}))
+        contents = {"tried": result.tried, "refused": result.refused, "held": result.held}
+        print(json.dumps(contents | {"best": rows}))
     else:
         print("\n".join(search_lines(result, machine)))
         print(f"\nThe first, as TOML:\n\n{as_toml(best)}", end="")
@@ -175,7 +188,11 @@ def _parser() -> StrictParser:
         help="plan the run at this speed of a GPU",
     )
     parser.add_argument("--estimate", action="store_true", help="by arithmetic, without torch")
-    parser.add_argument("--search", action="store_true", help="rank all layouts, by arithmetic")
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="rank all layouts, by arithmetic; keys on the command line are held",
+    )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="of --search: the best layout as a config"
     )
@@ -216,7 +233,7 @@ def _processes(config: Config) -> int:
 def _budget(plan: Plan, options: argparse.Namespace) -> Budget | None:
     """The budget of the run that the options describe, else the config.
 
-    None if the length depends on data that is not read.
+    None if the length depends on data that is not read, or if the speed is not known.
     """
     config = plan.config
     training = config.training
@@ -235,6 +252,9 @@ def _budget(plan: Plan, options: argparse.Namespace) -> Budget | None:
         tokens = float(samples_after(training, 0, training.steps) * training.seq_len)
     per_token = flops_per_token(plan.llama, training.seq_len, config.lora, training.frozen_patterns)
     speed = plan.time.tokens_per_second
+    given = options.tokens_per_second is not None or options.mfu is not None
+    if plan.fitted is None and not given:
+        return None
     if options.tokens_per_second is not None:
         speed = options.tokens_per_second
     elif options.mfu is not None:
@@ -267,6 +287,8 @@ def _interval(plan: Plan, options: argparse.Namespace) -> SaveInterval:
 
 def _run_lines(plan: Plan, budget: Budget | None, options: argparse.Namespace) -> list[str]:
     """Lines about the whole run: length, cost, checkpoints, schedule and scaling laws."""
+    if budget is None and plan.fitted is None:
+        return [f"The run: no rate for {plan.machine.name}; give --mfu or --tokens-per-second"]
     if budget is None:
         epochs = plan.config.training.epochs
         return [f"The run: training.epochs = {epochs:g} of data that is not read; give --tokens"]

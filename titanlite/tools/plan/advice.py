@@ -17,7 +17,7 @@ from titanlite.model.flavors import LlamaConfig
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.plan.counts import Memory
 from titanlite.tools.plan.estimate import estimate
-from titanlite.tools.plan.estimate_memory import range_fits, reserved_bytes
+from titanlite.tools.plan.estimate_memory import range_fits, reserved_bytes, sharded_gradients
 
 GIB = 2**30
 NAMES = {
@@ -60,8 +60,9 @@ class Remedy:
 def estimated_needs(config: Config, llama: LlamaConfig, gpus: int) -> list[Need]:
     """The estimated need of each rank of the pp axis. Raises ConfigError."""
     needs = []
-    for rank in estimate(config, llama, gpus).ranks:
-        low, high = reserved_bytes(rank.memory)
+    counts = estimate(config, llama, gpus)
+    for rank in counts.ranks:
+        low, high = reserved_bytes(rank.memory, sharded_gradients(rank, counts.degrees))
         needs.append(Need(rank.pp_rank, rank.memory, low, high))
     return needs
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FLOAT8 = ("float8", "float8, scale per row")
 # How many times (n - 1) / n of the whole tensor a rank sends in an ideal ring of n ranks
 RING_PARTS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
 
@@ -40,7 +41,7 @@ class Product:
     rows: int
     inner: int
     columns: int
-    dtype: str  # of the operands: bfloat16, float32, float8
+    dtype: str  # of the operands: bfloat16, float32, or one of FLOAT8
     count: int
 
     @property
@@ -82,6 +83,7 @@ class RankCounts:
     pp_rank: int
     stages: tuple[int, ...]  # the pipeline stages that it holds; (0,) without a pipeline
     num_parameters: int  # stored by this rank
+    num_trained: int  # those that the optimizer updates
     memory: Memory
     products: tuple[Product, ...]  # recomputed ones too
     attention_flops: int  # forward, backward and recomputed; the causal mask is not discounted

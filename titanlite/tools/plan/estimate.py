@@ -35,11 +35,13 @@ def estimate(
     ranks = []
     for pp_rank in range(layout.pp):
         stages = layout.stages_of(pp_rank)
+        stored = states(layout, stages)
         ranks.append(
             RankCounts(
                 pp_rank=pp_rank,
                 stages=tuple(stage.index for stage in stages),
-                num_parameters=states(layout, stages).num_parameters,
+                num_parameters=stored.num_parameters,
+                num_trained=stored.num_trained,
                 memory=memory(layout, stages, pp_rank),
                 products=products(layout, stages),
                 attention_flops=attention_flops(layout, stages),

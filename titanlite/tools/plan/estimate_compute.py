@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from titanlite.model.flops import is_trained, with_input_gradient
-from titanlite.tools.plan.counts import Product
+from titanlite.model.flops import is_trained
+from titanlite.tools.plan.counts import FLOAT8, Product
 from titanlite.tools.plan.layout import Layout, Parameter, Stage
 
 # The products of a block in the order of its forward. No gradient needs the result of w2, so it is
@@ -50,7 +50,7 @@ def _of_forward(layout: Layout, stage: Stage) -> Iterator[tuple[tuple[int, int, 
     tokens = layout.tokens
     layers = REPEATED.get(layout.config.recompute.mode, ())
     blocks = [unit for unit in stage.units if unit.is_block]
-    gradients = with_input_gradient(layout.llama, layout.config.lora, layout.frozen)
+    gradients = layout.with_gradients
     for number, unit in zip(stage.blocks, blocks, strict=True):
         again = _repeated(layout, number)
         for parameter in unit.parameters:
@@ -85,7 +85,7 @@ def _dtype(layout: Layout, parameter: Parameter) -> str:
     skipped = any(part in parameter.name for part in float8.skipped)
     fits = all(side % 16 == 0 for side in parameter.shape)
     if float8.enabled and not parameter.is_adapter and fits and not skipped:
-        return "float8"
+        return FLOAT8[0] if float8.scaling == "tensorwise" else FLOAT8[1]
     return layout.compute_dtype
 
 
@@ -99,7 +99,7 @@ def attention_flops(layout: Layout, stages: list[Stage]) -> int:
     llama = layout.llama
     seq_len = layout.config.training.seq_len
     windows = llama.windows(seq_len)
-    gradients = with_input_gradient(llama, layout.config.lora, layout.frozen)
+    gradients = layout.with_gradients
     repeats = layout.config.recompute.mode != "selective"
     total = 0.0
     for stage in stages:

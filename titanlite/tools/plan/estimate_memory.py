@@ -19,17 +19,19 @@ What is kept of a block, per token (b bytes per number):
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from titanlite.rules.compiled import compiles_loss
-from titanlite.tools.plan.counts import Memory
+from titanlite.tools.plan.counts import Memory, RankCounts
 from titanlite.tools.plan.estimate_traffic import muon_numel
 from titanlite.tools.plan.layout import DTYPE_BYTES, Layout, Stage, Unit
 
 # Least and most that the allocator reserves, relative to what is allocated: it keeps pieces that no
 # tensor fits in (benchmarks/results/2026-11-24-pretended_memory.md: 0.3 to 2 GiB on one GPU)
-RESERVED_FRACTION = (1.0, 1.08)
-RESERVED_OF_LOGITS = (1 / 8, 1 / 4)
+RESERVED_FRACTION = (1.0, 1.1)
+RESERVED_OF_LOGITS = 1 / 4
 CONTEXT_BYTES = 3 << 28  # of CUDA and NCCL, which the allocator does not see
 
 
@@ -41,10 +43,13 @@ class Kept:
     while_repeated: float  # what the recomputation adds in the backward
 
 
-def block_activations(layout: Layout, repeats: bool) -> Kept:
-    """Bytes that a block keeps of a forward. `repeats`: whether `recompute.mode` applies to it."""
+def block_activations(layout: Layout, trained: frozenset[str], repeats: bool) -> Kept:
+    """Bytes that a block with these trained layers keeps of a forward.
+
+    `repeats`: whether `recompute.mode` applies to it.
+    """
     mode = layout.config.recompute.mode
-    whole = _everything(layout)
+    whole = _everything(layout, trained)
     stream = _stream(layout)
     if mode == "memory_budget":
         kept = stream + layout.config.recompute.budget * (whole - stream)
@@ -71,7 +76,7 @@ def _attention_sizes(layout: Layout) -> tuple[float, float, float]:
     return queries, keys, sums
 
 
-def _everything(layout: Layout) -> float:
+def _everything(layout: Layout, trained: frozenset[str]) -> float:
     """Bytes that a block keeps without recomputation."""
     llama = layout.llama
     tokens = layout.tokens
@@ -84,7 +89,6 @@ def _everything(layout: Layout) -> float:
     hidden = tokens * compute * llama.ffn_dim / layout.tp
 
     total = 2 * _stream(layout) + 2 * 4 * tokens / layout.tp  # and the norms' factors
-    trained = _trained_layers(layout)
     if trained & {"wq", "wk", "wv"}:
         total += tokens * operand * llama.dim
     if trained & {"w1", "w3"}:
@@ -123,10 +127,20 @@ def _of_context_parallel(layout: Layout) -> float:
     return queries
 
 
-def _trained_layers(layout: Layout) -> set[str]:
-    """The layers of a block that need their input for a gradient."""
-    parameters = layout.block_parameters(0)
-    return {parameter.name.split(".")[3] for parameter in parameters if parameter.trained}
+def _blocks(layout: Layout, stage: Stage) -> Counter[tuple[frozenset[str], bool]]:
+    """Counts the blocks of a stage that a backward passes, equal ones together.
+
+    They are described by the layers that need their input for a gradient, and by whether
+    `recompute.mode` applies to them.
+    """
+    every = layout.config.recompute.every
+    blocks: Counter[tuple[frozenset[str], bool]] = Counter()
+    units = [unit for unit in stage.units if unit.is_block]
+    for number, unit in zip(stage.blocks, units, strict=True):
+        trained = (one.name.split(".")[3] for one in unit.parameters if one.trained)
+        if layout.has_backward(unit.parameters):
+            blocks[frozenset(trained), number % every == 0] += 1
+    return blocks
 
 
 def _selected(layout: Layout) -> float:
@@ -178,6 +192,7 @@ class States:
     """Bytes of parameters, gradients and moments on the device, and how many numbers are stored."""
 
     num_parameters: int
+    num_trained: int
     parameters: int
     gradients: int
     optimizer: int
@@ -203,27 +218,32 @@ def states(layout: Layout, stages: list[Stage]) -> States:
     parameters = stored * layout.param_bytes
     gradients = trained * layout.param_bytes
     if config.parallel.cpu_offload:
-        return States(stored, 0, 0, 0)
+        return States(stored, trained, 0, 0, 0)
     if config.parallel.optimizer_offload:
         optimizer = 0
-    return States(stored, parameters, gradients, optimizer)
+    return States(stored, trained, parameters, gradients, optimizer)
 
 
 def memory(layout: Layout, stages: list[Stage], pp_rank: int) -> Memory:
     """The highest of the moments of a step."""
-    return max(_moments(layout, stages, pp_rank), key=lambda moment: moment.total)
+    return max(moments(layout, stages, pp_rank), key=lambda moment: moment.total)
 
 
-def _moments(layout: Layout, stages: list[Stage], pp_rank: int) -> list[Memory]:
+def moments(layout: Layout, stages: list[Stage], pp_rank: int) -> list[Memory]:
+    """The moments of a step of which one is the highest: in the loss, at the beginning and at the
+    end of the backward, and in the update.
+    """
     held = states(layout, stages)
     units = [unit for stage in stages for unit in stage.units]
     kept = _kept_activations(layout, stages, pp_rank)
-    block = block_activations(layout, repeats=True)
+    kinds = [kind for stage in stages for kind in _blocks(layout, stage)]
+    blocks = [block_activations(layout, *kind) for kind in kinds] or [Kept(0.0, 0.0)]
+    block = max(blocks, key=lambda one: one.until_backward + one.while_repeated)
     has_output = any(stage.has_output for stage in stages)
     logits = round(logits_bytes(layout)) if has_output else 0
     gathered = _Gathered.of(layout, units)
     whole = _unreduced(layout, units)
-    messages = _message_buffers(layout, stages)
+    messages = receive_buffers(layout, stages, pp_rank)
     # Gradients of the widest tensors of a block, while they are computed; with tp also those of
     # the gathered inputs, before their reduce-scatter
     number = layout.tokens * layout.compute_bytes
@@ -285,12 +305,11 @@ def _moments(layout: Layout, stages: list[Stage], pp_rank: int) -> list[Memory]:
 
 def _kept_activations(layout: Layout, stages: list[Stage], pp_rank: int) -> float:
     """The most bytes that the forwards keep whose backward has not begun."""
-    every = layout.config.recompute.every
     total = 0.0
     for stage, forwards in zip(stages, layout.in_flight(pp_rank), strict=True):
-        repeated = sum(number % every == 0 for number in stage.blocks)
-        kept = repeated * block_activations(layout, repeats=True).until_backward
-        kept += (len(stage.blocks) - repeated) * _everything(layout)
+        kept = 0.0
+        for (trained, repeats), count in _blocks(layout, stage).items():
+            kept += count * block_activations(layout, trained, repeats).until_backward
         if layout.pp > 1:
             kept += _stream(layout)  # what is sent, from which the backward begins
         if stage.has_output:
@@ -301,13 +320,24 @@ def _kept_activations(layout: Layout, stages: list[Stage], pp_rank: int) -> floa
     return total
 
 
-def _message_buffers(layout: Layout, stages: list[Stage]) -> int:
-    """Bytes that torch's stages allocate to receive all microbatches of a local batch."""
+def buffers_per_neighbour(layout: Layout, in_flight: int) -> int:
+    """How many messages of a neighbour a stage has memory for.
+
+    torch's stages have it for all microbatches of a local batch, not only for those in flight.
+    """
+    return max(in_flight, layout.microbatches)
+
+
+def receive_buffers(layout: Layout, stages: list[Stage], pp_rank: int) -> int:
+    """Bytes in which the stages of a rank receive hidden states and gradients."""
     if layout.pp == 1:
         return 0
     last = layout.pp * layout.config.parallel.stages_per_process - 1
-    received = sum((stage.index > 0) + (stage.index < last) for stage in stages)
-    return round(received * layout.microbatches * _stream(layout))
+    buffers = 0
+    for stage, in_flight in zip(stages, layout.in_flight(pp_rank), strict=True):
+        neighbours = (stage.index > 0) + (stage.index < last)
+        buffers += neighbours * buffers_per_neighbour(layout, in_flight)
+    return round(buffers * _stream(layout))
 
 
 @dataclass(frozen=True)
@@ -334,6 +364,8 @@ class _Gathered:
         ahead = (1 + layout.config.parallel.prefetch) * max(blocks, default=0)
         freed = any(unit.reshard for unit in units)
         in_backward = kept + (ahead if freed else 0)
+        if layout.pp > 1:  # the backward of a microbatch frees no weights
+            in_backward = sum(unit.numel for unit in units)
         buffers_backward = 2 * reduced * layout.reduce_bytes
         if freed:
             buffers_backward += largest * compute
@@ -388,11 +420,6 @@ def _unreduced(layout: Layout, units: list[Unit]) -> _Unreduced:
     )
 
 
-def fits(memory: Memory, machine_bytes: int) -> bool | None:
-    """Whether a GPU with so many bytes can hold it; None if that depends on fragmentation."""
-    return range_fits(*reserved_bytes(memory), machine_bytes)
-
-
 def range_fits(low: int, high: int, machine_bytes: int) -> bool | None:
     """Whether a GPU can hold a reservation between `low` and `high`; None if it may."""
     if high + CONTEXT_BYTES <= machine_bytes:
@@ -402,8 +429,23 @@ def range_fits(low: int, high: int, machine_bytes: int) -> bool | None:
     return None
 
 
-def reserved_bytes(memory: Memory) -> tuple[int, int]:
-    """The least and the most bytes that the allocator reserves for this memory."""
-    low = memory.total * RESERVED_FRACTION[0] + memory.logits * RESERVED_OF_LOGITS[0]
-    high = memory.total * RESERVED_FRACTION[1] + memory.logits * RESERVED_OF_LOGITS[1]
-    return round(low), round(high)
+def sharded_gradients(rank: RankCounts, degrees: Mapping[str, int]) -> int:
+    """Bytes of a rank's gradients after the backward, if they are parts of sharded tensors."""
+    if degrees["dp_shard"] * degrees["cp"] == 1:
+        return 0
+    return rank.memory.parameters * rank.num_trained // max(1, rank.num_parameters)
+
+
+def reserved_bytes(memory: Memory, gradients: int) -> tuple[int, int]:
+    """The least and the most bytes that the allocator reserves for this memory.
+
+    `gradients`: see `sharded_gradients`. Those that do not exist at the fullest moment count at the
+    upper end, and by half at the lower: they come in small pieces while activations are freed, and
+    get memory beside them. On 8 GPUs in place of 128 torchtitan's 8B rows need 15 GiB more, of
+    which 3.5 are gradients.
+    """
+    later = max(0, gradients - memory.gradients)
+    of_logits = memory.logits * RESERVED_OF_LOGITS
+    low = memory.total * RESERVED_FRACTION[0] + of_logits
+    high = memory.total * RESERVED_FRACTION[1] + of_logits
+    return round(low + later / 2), round(high + later)

@@ -49,8 +49,12 @@ def collectives(layout: Layout, stages: list[Stage], pp_rank: int) -> tuple[Coll
 def _all_calls(layout: Layout, stages: list[Stage], pp_rank: int) -> Iterator[Calls]:
     for stage in stages:
         if layout.has_fsdp:
-            for unit in stage.units:
-                yield from _sharding(layout, unit)
+            ahead = max(1, layout.config.parallel.prefetch)
+            for number, unit in enumerate(stage.units):
+                # A backward gathers `prefetch` units in advance: also one that it does not pass
+                following = stage.units[number : number + 1 + ahead]
+                again = any(layout.has_backward(other.parameters) for other in following)
+                yield from _sharding(layout, unit, again)
         if layout.tp > 1:
             yield from _tensor_parallel(layout, stage)
         if layout.cp > 1:
@@ -72,8 +76,11 @@ def _single_numbers(layout: Layout) -> Iterator[Calls]:
     yield Calls(axis, "all_reduce", world, 1, 8)
 
 
-def _sharding(layout: Layout, unit: Unit) -> Iterator[Calls]:
-    """All-gathers of the weights, reduce-scatters and all-reduces of their gradients."""
+def _sharding(layout: Layout, unit: Unit, again: bool) -> Iterator[Calls]:
+    """All-gathers of the weights, reduce-scatters and all-reduces of their gradients.
+
+    `again`: whether the backward gathers a unit that was freed.
+    """
     n = layout.shards
     batches = layout.local_batches
     mode = layout.config.parallel.reshard_after_forward
@@ -84,9 +91,9 @@ def _sharding(layout: Layout, unit: Unit) -> Iterator[Calls]:
         # backward gather nothing, and all others do. In any order that begins with a forward and
         # ends with a backward, that is one gather more than there are forwards.
         gathers = layout.microbatches + 1
-    elif unit.reshard and mode.isdecimal():
+    elif unit.reshard and again and mode.isdecimal():
         yield Calls("dp_shard_cp", "all_gather", int(mode), batches, gathered)
-    elif unit.reshard:
+    elif unit.reshard and again:
         gathers = 2
     gathers *= batches
     if mode == "never" and layout.pp == 1:  # once per step

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from titanlite.config.schema import Config, ParallelConfig
 from titanlite.model.flavors import LlamaConfig, block_shapes
-from titanlite.model.flops import is_trained
+from titanlite.model.flops import is_trained, with_input_gradient
 from titanlite.parallel.stage_split import stage_indices, stage_modules
 from titanlite.rules.degrees import local_batches, needs_fsdp, num_processes
 
@@ -99,6 +100,11 @@ class Layout:
     def frozen(self) -> list[str]:
         """The patterns of `training.frozen`."""
         return self.config.training.frozen_patterns
+
+    @functools.cached_property
+    def with_gradients(self) -> set[str]:
+        """The names of the parameters whose input has a gradient, as in `flops.py`."""
+        return with_input_gradient(self.llama, self.config.lora, self.frozen)
 
     @property
     def tp(self) -> int:
@@ -232,6 +238,12 @@ class Layout:
             if lora.rank > 0 and len(shape) == 2 and is_adapted:
                 parameters += self._adapter(full_name.removesuffix(".weight"), shape)
         return parameters
+
+    def has_backward(self, parameters: Iterable[Parameter]) -> bool:
+        """Whether a gradient is computed of any of them or passes through them."""
+        return any(
+            parameter.trained or parameter.name in self.with_gradients for parameter in parameters
+        )
 
     def _parameter(self, name: str, shape: tuple[int, ...]) -> Parameter:
         layer = name.split(".")[-2]

@@ -40,6 +40,7 @@ class Machine:
     link_latency_us: float = 10.0  # of a step of a collective, with its launch
     network_latency_us: float = 25.0
     half_dtype: str = "bfloat16"
+    generation: str = ""  # of the GPU, which says how fast attention kernels are
     source: str = ""
     base: str = ""  # for a user's machine: the one in the table whose rates and price it takes
 
@@ -62,6 +63,7 @@ MACHINES: dict[str, Machine] = {
             link_bandwidth=300.0,
             gpus_per_node=8,
             network_bandwidth=25.0,
+            generation="ampere",
             source="NVIDIA A100 data sheet (SXM, 40 GB); DGX A100: a 200 Gb/s HDR port per GPU",
         ),
         Machine(
@@ -74,6 +76,7 @@ MACHINES: dict[str, Machine] = {
             link_bandwidth=300.0,
             gpus_per_node=8,
             network_bandwidth=25.0,
+            generation="ampere",
             source="NVIDIA A100 data sheet (SXM, 80 GB); DGX A100: a 200 Gb/s HDR port per GPU",
         ),
         Machine(
@@ -86,6 +89,7 @@ MACHINES: dict[str, Machine] = {
             link_bandwidth=450.0,
             gpus_per_node=8,
             network_bandwidth=50.0,
+            generation="hopper",
             source="NVIDIA H100 data sheet (SXM, 80 GB HBM3, 700 W); DGX H100: 400 Gb/s per GPU",
         ),
         Machine(
@@ -98,6 +102,7 @@ MACHINES: dict[str, Machine] = {
             link_bandwidth=450.0,
             gpus_per_node=8,
             network_bandwidth=50.0,
+            generation="hopper",
             source="torchtitan's benchmarks: H100 with 96 GB HBM2e, limited to 500 W, in Grand "
             "Teton; 400 Gb/s per GPU",
         ),
@@ -111,6 +116,7 @@ MACHINES: dict[str, Machine] = {
             link_bandwidth=450.0,
             gpus_per_node=8,
             network_bandwidth=50.0,
+            generation="hopper",
             source="NVIDIA H200 data sheet (SXM); DGX H200: 400 Gb/s per GPU",
         ),
         Machine(
@@ -123,6 +129,7 @@ MACHINES: dict[str, Machine] = {
             link_bandwidth=900.0,
             gpus_per_node=8,
             network_bandwidth=50.0,
+            generation="blackwell",
             source="NVIDIA DGX B200 data sheet (eighths of it); 178 GiB usable in torchtitan's "
             "fork PR 19; 400 Gb/s per GPU",
         ),
@@ -136,7 +143,21 @@ MACHINES: dict[str, Machine] = {
             link_bandwidth=900.0,
             gpus_per_node=72,
             network_bandwidth=50.0,
+            generation="blackwell",
             source="NVIDIA GB200 NVL72 data sheet (72nds of it); 400 Gb/s per GPU",
+        ),
+        Machine(
+            "GB300-NVL72",
+            memory_gib=268.0,
+            peak_tflops=PEAK_TFLOPS["GB300"],
+            float32_tflops=80.0,
+            float8_tflops=5000.0,
+            memory_bandwidth=8000.0,
+            link_bandwidth=900.0,
+            gpus_per_node=72,
+            network_bandwidth=100.0,
+            generation="blackwell",
+            source="NVIDIA GB300 NVL72 data sheet (72nds of it); 800 Gb/s per GPU",
         ),
         Machine(
             "MI300X",
@@ -173,6 +194,7 @@ MACHINES: dict[str, Machine] = {
             link_bandwidth=25.0,
             gpus_per_node=8,
             network_bandwidth=12.5,
+            generation="ampere",
             source="NVIDIA RTX A6000 data sheet; PCIe 4 x16",
         ),
         Machine(
@@ -211,6 +233,7 @@ MACHINES: dict[str, Machine] = {
             link_bandwidth=12.0,
             gpus_per_node=8,
             network_bandwidth=1.56,
+            generation="ampere",
             source="NVIDIA A10G data sheet; PCIe 4 x16 through the CPU; AWS g5.48xlarge: "
             "100 Gb/s for 8",
         ),

@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from titanlite.config.schema import Config
 from titanlite.model.flavors import LlamaConfig
 from titanlite.rules.compiled import reason_not_compiled
+from titanlite.tools.plan.accuracy import Fitted
 from titanlite.tools.plan.advice import Need, Remedy, estimated_needs, remedies, zero_stage
 from titanlite.tools.plan.counts import Collective, RankCounts, StepCounts
 from titanlite.tools.plan.estimate import estimate
-from titanlite.tools.plan.estimate_memory import reserved_bytes
+from titanlite.tools.plan.estimate_memory import reserved_bytes, sharded_gradients
 from titanlite.tools.plan.machines import Machine
 from titanlite.tools.plan.step_time import (
     StepTime,
     bubble_fraction,
     collective_seconds,
+    fitted_of,
     ranks_per_node,
     rates_of,
     step_time,
@@ -53,6 +55,11 @@ class Plan:
     traffic: tuple[Traffic, ...]
     bubble: float  # idle fraction of the pipeline's time
     zero: str
+
+    @property
+    def fitted(self) -> Fitted | None:
+        """What is known about the speed of this GPU."""
+        return fitted_of(self.machine)
 
     @property
     def worst(self) -> Need:
@@ -113,7 +120,7 @@ def make_plan(
     if exact and not compiled and not offloads(config):
         # The upper end keeps the estimate, since NCCL has buffers that a traced step has not
         for i, rank in enumerate(counts.ranks):
-            low, high = reserved_bytes(rank.memory)
+            low, high = reserved_bytes(rank.memory, sharded_gradients(rank, degrees))
             needs[i] = Need(rank.pp_rank, rank.memory, low, max(high, needs[i].high))
     rates = rates_of(machine)
     busiest = max(counts.ranks, key=_flops)

@@ -9,6 +9,7 @@ tried with the moments in CPU memory. What is left is ranked by the time of a st
 Not searched: `pp_split`, `async_tp` and numbers of `reshard_after_forward`, which are reset to
 their defaults, since most layouts exclude those of another one; other schedules, `cp_method`,
 `memory_budget`, `recompute.offload` and `cpu_offload`, dtypes and float8, which stay as they are.
+A key that is held, as one of the command line is, keeps its value in all layouts.
 Why it is here: the fastest layout is rarely the one with the least communication, because memory
 decides which layouts fit and how much they must recompute.
 What it costs: about 20 ms per layout. Imports no torch.
@@ -19,15 +20,16 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from titanlite.config.schema import Config, ParallelConfig
 from titanlite.model.flavors import LlamaConfig
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.plan.counts import Memory
 from titanlite.tools.plan.estimate import estimate, layout_of
-from titanlite.tools.plan.estimate_memory import fits, memory
+from titanlite.tools.plan.estimate_memory import memory, range_fits, reserved_bytes, states
 from titanlite.tools.plan.layout import Layout
 from titanlite.tools.plan.machines import Machine
 from titanlite.tools.plan.step_time import StepTime, step_time
@@ -38,6 +40,23 @@ LOCAL_BATCHES = (1, 2, 4, 8, 16)
 MAX_PP = 32
 MIN_TOKENS = 2048  # of a sequence on a rank of cp
 DOES_NOT_FIT = "does not surely fit into the memory"
+SEARCHED = (
+    "parallel.pp",
+    "parallel.dp_replicate",
+    "parallel.dp_shard",
+    "parallel.cp",
+    "parallel.tp",
+    "parallel.pp_schedule",
+    "parallel.pp_microbatch_size",
+    "parallel.pp_split",
+    "parallel.async_tp",
+    "parallel.reshard_after_forward",
+    "parallel.optimizer_offload",
+    "training.local_batch_size",
+    "recompute.mode",
+    "loss.num_chunks",
+)
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
@@ -47,6 +66,7 @@ class Candidate:
     config: Config
     degrees: dict[str, int]
     memory: Memory  # of the rank that holds most
+    reserved: int  # the most bytes that its allocator reserves
     time: StepTime
 
     @property
@@ -90,46 +110,102 @@ class SearchResult:
     best: tuple[Candidate, ...]  # the fastest first
     tried: int
     refused: dict[str, int]  # reason -> layouts
+    held: tuple[str, ...] = ()  # `section.key = value` of the keys that were not searched
+
+
+@dataclass(frozen=True)
+class Held:
+    """The keys that keep the value of a config in all layouts."""
+
+    config: Config
+    keys: frozenset[str] = frozenset()
+
+    def choices(self, name: str, values: Sequence[ValueT]) -> Sequence[ValueT]:
+        """The values to try for a key."""
+        return [self.value(name)] if name in self.keys else values  # type: ignore[list-item]
+
+    def value(self, name: str) -> object:
+        section, key = name.split(".")
+        return getattr(getattr(self.config, section), key)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The keys with their values, as in a message."""
+        return tuple(f"{name} = {self.value(name)}" for name in SEARCHED if name in self.keys)
 
 
 def search(
-    config: Config, llama: LlamaConfig, world_size: int, machine: Machine, keep: int = 10
+    config: Config,
+    llama: LlamaConfig,
+    world_size: int,
+    machine: Machine,
+    keep: int = 10,
+    given: frozenset[str] = frozenset(),
 ) -> SearchResult:
-    """The fastest layouts of a config's model and global batch. Raises ConfigError if none fits."""
-    config = _reset(config)
-    result = _try_all(config, llama, world_size, machine)
+    """The fastest layouts of a config's model and global batch.
+
+    `given`: keys whose values are held. Raises ConfigError if no layout fits.
+    """
+    if config.parallel.dp_shard == -1:  # what is left of the GPUs
+        given -= {"parallel.dp_shard"}
+    held = Held(config, given & frozenset(SEARCHED))
+    config = _reset(held)
+    result = _try_all(config, llama, world_size, machine, held)
     parallel = config.parallel
     on_gpu = not parallel.cpu_offload and not parallel.optimizer_offload
-    if not result.best and on_gpu and config.optimizer.name != "muon":  # a rule excludes Muon's
+    may_offload = config.optimizer.name != "muon"  # a rule excludes Muon's
+    may_offload = may_offload and "parallel.optimizer_offload" not in held.keys
+    if not result.best and on_gpu and may_offload:
         offloaded = replace(config, parallel=replace(parallel, optimizer_offload=True))
-        more = _try_all(offloaded, llama, world_size, machine)
+        more = _try_all(offloaded, llama, world_size, machine, held)
         refused = Counter(result.refused) + Counter(more.refused)
         result = SearchResult(more.best, result.tried + more.tried, dict(refused))
     if not result.best:
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in result.refused.items())
-        raise ConfigError(
-            f"no layout of {world_size} {machine.name} trains this model with "
-            f"training.global_batch_size = {config.training.global_batch_size} ({reasons}); "
-            "expected more GPUs, or ones with more memory"
-        )
-    return replace(result, best=result.best[:keep])
+        raise ConfigError(_nothing_found(config, world_size, machine, result, held))
+    return replace(result, best=result.best[:keep], held=held.texts)
 
 
-def _reset(config: Config) -> Config:
+def _nothing_found(
+    config: Config, world_size: int, machine: Machine, result: SearchResult, held: Held
+) -> str:
+    """The message if no layout is left."""
+    refused = [f"{reason}: {count}" for reason, count in result.refused.items()]
+    reasons = ", ".join(refused) or "the degrees do not divide the GPUs and the batch"
+    message = (
+        f"no layout of {world_size} {machine.name} trains this model with "
+        f"training.global_batch_size = {config.training.global_batch_size} ({reasons}); "
+        "expected more GPUs, or ones with more memory"
+    )
+    if held.keys:
+        message += f", or fewer of the keys that are given: {', '.join(held.texts)}"
+    return message
+
+
+def _reset(held: Held) -> Config:
     """The config without the keys that fit one layout and would exclude most others."""
-    parallel = replace(config.parallel, pp_split="", async_tp=False)
-    if parallel.reshard_after_forward.isdecimal():
-        parallel = replace(parallel, reshard_after_forward="default")
+    config = held.config
+    parallel = config.parallel
+    (split,) = held.choices("parallel.pp_split", [""])
+    (asynchronous,) = held.choices("parallel.async_tp", [False])
+    reshard = parallel.reshard_after_forward
+    if reshard.isdecimal():
+        (reshard,) = held.choices("parallel.reshard_after_forward", ["default"])
+    parallel = replace(
+        parallel, pp_split=split, async_tp=asynchronous, reshard_after_forward=reshard
+    )
     return replace(config, parallel=parallel)
 
 
-def _try_all(config: Config, llama: LlamaConfig, world_size: int, machine: Machine) -> SearchResult:
+def _try_all(
+    config: Config, llama: LlamaConfig, world_size: int, machine: Machine, held: Held
+) -> SearchResult:
     refused: Counter[str] = Counter()
     found: list[Candidate] = []
     tried = 0
-    for proposal in proposals(config, llama, world_size, machine):
+    modes = held.choices("recompute.mode", MODES)
+    for proposal in proposals(config, llama, world_size, machine, held):
         tried += 1
-        candidate = evaluate(proposal, llama, world_size, machine)
+        candidate = evaluate(proposal, llama, world_size, machine, modes)
         if isinstance(candidate, Candidate):
             found.append(candidate)
         else:
@@ -139,29 +215,43 @@ def _try_all(config: Config, llama: LlamaConfig, world_size: int, machine: Machi
 
 
 def proposals(
-    config: Config, llama: LlamaConfig, world_size: int, machine: Machine
+    config: Config,
+    llama: LlamaConfig,
+    world_size: int,
+    machine: Machine,
+    held: Held | None = None,
 ) -> Iterator[Config]:
     """The layouts to try, as configs without a mode of recomputation."""
+    held = held or Held(config)
     batch = config.training.global_batch_size
     tensor = [n for n in _powers(machine.gpus_per_node) if llama.num_kv_heads % n == 0]
     context = [n for n in _powers(16) if config.training.seq_len // n >= MIN_TOKENS or n == 1]
-    for tp, pp, cp in itertools.product(tensor, _powers(min(MAX_PP, llama.num_layers)), context):
+    degrees = itertools.product(
+        held.choices("parallel.tp", tensor),
+        held.choices("parallel.pp", _powers(min(MAX_PP, llama.num_layers))),
+        held.choices("parallel.cp", context),
+    )
+    (chunks,) = held.choices("loss.num_chunks", [max(CHUNKS, config.loss.num_chunks)])
+    for tp, pp, cp in degrees:
         data, rest = divmod(world_size, tp * pp * cp)
         if rest or data == 0 or batch % data:
             continue
         sequences = batch // data
-        for replicas in _replicas(data, tp * cp, machine):
+        for replicas in held.choices("parallel.dp_replicate", _replicas(data, tp * cp, machine)):
+            shards, rest = divmod(data, replicas)
+            if rest or shards not in held.choices("parallel.dp_shard", [shards]):
+                continue
             layout = replace(
                 config.parallel,
                 tp=tp,
                 pp=pp,
                 cp=cp,
                 dp_replicate=replicas,
-                dp_shard=data // replicas,
+                dp_shard=shards,
             )
-            for parallel, local in _batches(layout, sequences):
+            for parallel, local in _batches(layout, sequences, held):
                 training = replace(config.training, local_batch_size=local)
-                loss = replace(config.loss, num_chunks=max(CHUNKS, config.loss.num_chunks))
+                loss = replace(config.loss, num_chunks=chunks)
                 yield replace(config, parallel=parallel, training=training, loss=loss)
 
 
@@ -182,37 +272,50 @@ def _replicas(data: int, inner: int, machine: Machine) -> list[int]:
     return sorted(choices)
 
 
-def _batches(parallel: ParallelConfig, sequences: int) -> Iterator[tuple[ParallelConfig, int]]:
+def _batches(
+    parallel: ParallelConfig, sequences: int, held: Held
+) -> Iterator[tuple[ParallelConfig, int]]:
     """The layout with local batches that divide the sequences of a data-parallel rank."""
+    name = "training.local_batch_size"
     if parallel.pp == 1:
-        for local in LOCAL_BATCHES:
+        for local in held.choices(name, LOCAL_BATCHES):
             if sequences % local == 0:
                 yield parallel, local
         return
-    for schedule, micro in itertools.product(("1F1B", "Interleaved1F1B"), (1, 2)):
-        if sequences % micro == 0:
-            yield replace(parallel, pp_schedule=schedule, pp_microbatch_size=micro), sequences
+    combinations = itertools.product(
+        held.choices("parallel.pp_schedule", ("1F1B", "Interleaved1F1B")),
+        held.choices("parallel.pp_microbatch_size", (1, 2)),
+        held.choices(name, (sequences,)),
+    )
+    for schedule, micro, local in combinations:
+        if sequences % local == 0 and local % micro == 0:
+            yield replace(parallel, pp_schedule=schedule, pp_microbatch_size=micro), local
 
 
 def evaluate(
-    config: Config, llama: LlamaConfig, world_size: int, machine: Machine
+    config: Config,
+    llama: LlamaConfig,
+    world_size: int,
+    machine: Machine,
+    modes: Sequence[str] = MODES,
 ) -> Candidate | str:
     """The layout with the first mode of recomputation that fits, or why there is none."""
     reason = ""
-    for mode in MODES:
+    for mode in modes:
         tried = replace(config, recompute=replace(config.recompute, mode=mode))
         try:
             layout = layout_of(tried, llama, world_size)
         except ConfigError as error:
             reason = reason or _of_rule(error)
             continue
-        largest = _most(layout)
-        if fits(largest, machine.memory_bytes) is not True:  # also if memory is fragmented
+        largest, gradients = _most(layout)
+        low, high = reserved_bytes(largest, gradients)
+        if range_fits(low, high, machine.memory_bytes) is not True:  # also if fragmented
             reason = DOES_NOT_FIT
             continue
         counts = estimate(tried, llama, world_size)
         time = step_time(counts, machine, tried, llama)
-        return Candidate(tried, layout.degrees, largest, time)
+        return Candidate(tried, layout.degrees, largest, high, time)
     return reason
 
 
@@ -222,11 +325,18 @@ def _of_rule(error: ConfigError) -> str:
     return f"a rule of {key[0]} excludes it" if key else "a rule excludes it"
 
 
-def _most(layout: Layout) -> Memory:
-    """The memory of the fullest rank, which is one of the first two or the last, with the loss."""
+def _most(layout: Layout) -> tuple[Memory, int]:
+    """The memory of the fullest rank and the bytes of its gradients.
+
+    It is one of the first two ranks, or the last, with the loss.
+    """
     ranks = {0, min(1, layout.pp - 1), layout.pp - 1}
-    held = [memory(layout, layout.stages_of(rank), rank) for rank in sorted(ranks)]
-    return max(held, key=lambda moment: moment.total)
+    held = []
+    for rank in sorted(ranks):
+        stages = layout.stages_of(rank)
+        gradients = states(layout, stages).gradients if layout.shards > 1 else 0
+        held.append((memory(layout, stages, rank), gradients))
+    return max(held, key=lambda of_rank: reserved_bytes(*of_rank))
 
 
 def why_slower(second: Candidate, first: Candidate) -> str:

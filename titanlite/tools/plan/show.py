@@ -13,15 +13,16 @@ from typing import Any
 
 from titanlite.model.flops import flops_per_token
 from titanlite.rules.degrees import AXES
+from titanlite.tools.plan.accuracy import kind_of
 from titanlite.tools.plan.advice import GIB, NAMES
 from titanlite.tools.plan.amounts import bytes_text
-from titanlite.tools.plan.estimate_memory import reserved_bytes
 from titanlite.tools.plan.machines import Machine
 from titanlite.tools.plan.plan import Plan
 from titanlite.tools.plan.search import SearchResult, why_slower
-from titanlite.tools.plan.step_time import RATES
+from titanlite.tools.plan.step_time import FASTEST, attention_part, fitted_of, own_kernel
 
 WIDTH = 80
+SHOWN = 5e-4  # of a step: smaller parts have no line
 BAR = 27  # columns of a bar that stands for the whole
 TIMES = {
     "products": "matrix products",
@@ -137,22 +138,52 @@ def _flops(plan: Plan) -> list[str]:
 
 def _time(plan: Plan) -> list[str]:
     time = plan.time
-    lines = [f"Time of a step: {seconds_text(time.total)}, by the model of docs/plan.md"]
+    source = "by the model of docs/plan.md" if plan.fitted else "at default rates"
+    lines = [f"Time of a step: {seconds_text(time.total)}, {source}"]
     for name, seconds in time.parts.items():
-        if seconds > 0:
+        if seconds > SHOWN * time.total:
             bar = "#" * round(BAR * seconds / time.total)
             lines.append(f"  {TIMES[name]:<39}{seconds_text(seconds):>9}  {bar}".rstrip())
-    if (plan.machine.base or plan.machine.name) in RATES:
-        lines.append("  typically off by up to 15 %: smaller differences mean nothing")
-    else:
-        lines.append("  not fitted to measurements of this GPU")
+    lines += _kernel_lines(plan)
+    lines += error_lines(plan)
     if plan.bubble:
         lines.append(f"  the bubble is {100 * plan.bubble:.1f} % of the pipeline's time")
     everywhere = time.tokens_per_second * plan.gpus
+    if plan.fitted is None:
+        return lines
     lines.append(
         f"  {time.tokens_per_second:,.0f} tokens/s per GPU, {everywhere:,.0f} in all; "
         f"MFU {100 * time.mfu:.1f} %"
     )
+    return lines
+
+
+def _kernel_lines(plan: Plan) -> list[str]:
+    """The attention's time with the kernel of older software, where that is much slower."""
+    part = attention_part("flash2", plan.machine.generation)
+    if part == 1 or own_kernel(plan.config, plan.llama) != FASTEST:
+        return []
+    slower = seconds_text(plan.time.attention / part)
+    return [f"  attention is by cuDNN; with torch before 2.10, FlashAttention 2 takes {slower}"]
+
+
+def error_lines(plan: Plan) -> list[str]:
+    """How far predictions of this GPU and kind of layout were off."""
+    if plan.fitted is None:
+        return _wrapped(
+            f"no rate for {plan.machine.name}: too few measurements are known to predict speed and "
+            "cost; the parts show what costs most"
+        )
+    what, error = plan.fitted.error_of(kind_of(plan.counts.degrees))
+    lines = _wrapped(
+        f"off by {100 * error.median:.0f} % in the median, 9 of 10 by at most "
+        f"{100 * error.p90:.0f} %: {error.rows} measurements of {what} on this GPU"
+    )
+    if plan.fitted.constant_is_better:
+        lines += _wrapped(
+            f"a constant MFU of {100 * plan.fitted.constant_mfu:.0f} % is closer here: off by "
+            f"{100 * plan.fitted.constant_error.median:.0f} % in the median"
+        )
     return lines
 
 
@@ -182,17 +213,19 @@ def _wrapped(text: str, indent: str = "  ") -> list[str]:
 
 def search_lines(result: SearchResult, machine: Machine) -> list[str]:
     """The best layouts of a search, and why the second is not the first."""
+    unknown = f"no rate for {machine.name}: the order is by default rates"
     lines = [
+        *([] if fitted_of(machine) else _wrapped(unknown, "")),
         *_wrapped(f"{result.tried:,} layouts tried; {', '.join(_refused(result))}", ""),
+        *(_wrapped(f"held, because given: {', '.join(result.held)}", "") if result.held else []),
         "",
         "  step        tokens/s  MFU     GiB   layout",
     ]
     for candidate in result.best:
         time = candidate.time
-        _, high = reserved_bytes(candidate.memory)
         row = (
             f"  {seconds_text(time.total):>9}{time.tokens_per_second:>11,.0f}"
-            f"{100 * time.mfu:>5.1f} %{high / GIB:>7.1f}   "
+            f"{100 * time.mfu:>5.1f} %{candidate.reserved / GIB:>7.1f}   "
         )
         lines += textwrap.wrap(
             candidate.name, WIDTH, initial_indent=row, subsequent_indent=" " * len(row)
@@ -204,6 +237,14 @@ def search_lines(result: SearchResult, machine: Machine) -> list[str]:
 
 def _refused(result: SearchResult) -> list[str]:
     return [f"{count:,}: {reason}" for reason, count in result.refused.items()] or ["all fit"]
+
+
+def _error_contents(plan: Plan) -> dict[str, Any] | None:
+    """The error of the time as plain data; None without a rate for the GPU."""
+    if plan.fitted is None:
+        return None
+    what, error = plan.fitted.error_of(kind_of(plan.counts.degrees))
+    return {"of": what, **dataclasses.asdict(error)}
 
 
 def plan_json(plan: Plan, extra: dict[str, Any]) -> str:
@@ -221,6 +262,7 @@ def plan_json(plan: Plan, extra: dict[str, Any]) -> str:
         "bubble": plan.bubble,
         "needs": [dataclasses.asdict(need) for need in plan.needs],
         "time": dataclasses.asdict(plan.time) | {"total": plan.time.total},
+        "time_error": _error_contents(plan),
         "traffic": [
             dataclasses.asdict(one.call)
             | {"sent_bytes": one.call.sent_bytes, "link": one.link, "seconds": one.seconds}

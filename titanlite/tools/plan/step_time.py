@@ -1,14 +1,16 @@
 """Predicts the time of a step from its counts and a machine.
 
-What it is: divides every part of `StepCounts` by a rate, and adds what does not overlap.
+What it is: `Work` is what the busiest rank does, in seconds at the full speed of the machine;
+`timed` divides every part by a rate, and adds what does not overlap.
 
     products        FLOPs / (peak of the dtype x `products` x s / (s + 150)), s the smallest side
-    attention       FLOPs below the diagonal (half of S^2) / (peak x `attention`)
+    attention       FLOPs below the diagonal (half of S^2) / (peak x `attention` x kernel)
+    kernel          the rate of the attention kernel, in parts of the fastest
     other operators bytes / (0.8 x memory bandwidth); compiled 0.45 of the bytes of eager mode
     optimizer       each state read and written once; Muon's products
     collectives     bytes in a ring / bandwidth x `links`, and a latency for each call
     host            launching the kernels of a block takes the CPU `host_ms` (forward and backward,
-                    eager mode); the GPU waits where this is longer than its own time
+                    eager mode), and a message of a pipeline a fifth of that
 
 The bandwidth of a group of ranks inside a node is that of the node's link. Where it spans nodes,
 its rings enter and leave each node through the network ports of all its GPUs there: with k of them
@@ -19,10 +21,12 @@ lie inside a node.
 What overlaps: FSDP's collectives with the computation of other units; only what is longer than the
 computation is waited for, and the communication slows the computation by SLOWDOWN of its time. tp
 and cp are waited for in full, with `async_tp` the half of tp. In a pipeline the collectives of
-weights come before and after the microbatches. A rank is idle for the schedule's bubble.
+weights come before and after the microbatches. A rank is idle for the schedule's bubble. The GPU
+works while the CPU launches; where both take about equally long, each waits for the other at times,
+so the two of them take (gpu^3 + cpu^3)^(1/3).
 
-What is fitted: four rates per GPU (`RATES`), where there are enough published rows;
-`benchmarks/plan_rows.py` fits them and prints the errors. Imports no torch.
+What is fitted: four rates per GPU with enough published rows (`fitted.py`), and the constants of
+`Shared`; `benchmarks/plan_rows.py` fits them and prints the errors. Imports no torch.
 References: roofline model (Williams 2009), NCCL's performance notes for rings.
 """
 
@@ -33,10 +37,12 @@ from dataclasses import dataclass
 
 from titanlite.config.schema import PP_SCHEDULES, SPLIT_BACKWARD, Config
 from titanlite.model.flavors import LlamaConfig, block_shapes
-from titanlite.model.flops import flops_per_token
+from titanlite.model.flops import PEAK_TFLOPS, flops_per_token
 from titanlite.rules.compiled import reason_not_compiled
 from titanlite.rules.degrees import AXES, num_processes
-from titanlite.tools.plan.counts import Collective, Product, RankCounts, StepCounts
+from titanlite.tools.plan.accuracy import Fitted
+from titanlite.tools.plan.counts import FLOAT8, Collective, Product, RankCounts, StepCounts
+from titanlite.tools.plan.fitted import FITTED
 from titanlite.tools.plan.machines import Machine
 
 
@@ -45,35 +51,62 @@ class Rates:
     """The fractions of a machine's peaks that programs reach, and the time of the host."""
 
     products: float = 0.65
-    attention: float = 0.35
+    attention: float = 0.35  # of the fastest kernel for this GPU
     links: float = 0.7
     host_ms: float = 1.0  # not a fraction: milliseconds
 
 
-# Rates by machine, fitted to half of the published rows of that GPU and judged on the other half
-# (benchmarks/results/2026-11-26-plan_rows.md). Half of the A100-80GB rows are small models in a
-# trainer of 2022, whose launches take long. Other machines have the default.
-RATES: dict[str, Rates] = {
-    "A100-40GB": Rates(products=0.75, attention=0.35, links=0.7, host_ms=1.0),
-    "A100-80GB": Rates(products=0.7, attention=0.3, links=0.4, host_ms=2.8),
-    "H100": Rates(products=0.6, attention=0.35, links=0.9, host_ms=1.0),
-    "H100-96GB-500W": Rates(products=0.45, attention=0.2, links=0.7, host_ms=1.0),
-    "H200": Rates(products=0.5, attention=0.35, links=0.55, host_ms=1.0),
-    "GB200-NVL72": Rates(products=0.65, attention=0.35, links=0.9, host_ms=1.0),
-}
+@dataclass(frozen=True)
+class Shared:
+    """Constants of all machines, fitted together with the rates."""
+
+    message: float = 0.2  # the launch of a message, as a part of `host_ms`
+    sharpness: float = 3.0  # the exponent with which the times of CPU and GPU are added
+    triton_hopper: float = 0.4  # the attention of these kernels on an H100 or H200, in parts of
+    flash2_hopper: float = 0.5  # that of cuDNN; arXiv 2407.08608 has 1/1.5 to 1/2 for the second
+
+
+SHARED = Shared()
 HALF_SIDE = 150  # a product with a smallest side of this reaches half of the rate
-FLOAT8_FACTOR = 0.9  # of `products`, for the peak of float8
 COMPILED_BYTES = 0.45
 COMPILED_HOST = 0.4  # of `host_ms`
 MEMORY = 0.8  # of the memory's bandwidth
 SLOWDOWN = 0.15
 HOST_BANDWIDTH = 25e9  # bytes per second to CPU memory and back, of PCIe 4 x16
 HOST_UPDATE = 1e9  # parameters per second of AdamW on the CPU
+FULL_SPEED = Rates(products=1.0, attention=1.0, links=1.0, host_ms=1.0)
+FASTEST = "cuDNN, FlashAttention 3"
+
+
+def attention_part(kernel: str, generation: str, shared: Shared = SHARED) -> float:
+    """The rate of an attention kernel, as a part of the fastest one's on this generation of GPUs.
+
+    On Ampere the fastest is FlashAttention 2, and Triton's is 1.3 to 2.5 times slower (arXiv
+    2307.08691). FlashAttention 2 has no instructions of later generations, so on Blackwell it runs
+    at the speed that it has on Hopper. FlexAttention is at 0.85 of FlashAttention 2 on Ampere
+    (pytorch.org/blog/flexattention); on later generations no source was found, and the same is
+    assumed.
+    """
+    if kernel == "flex":
+        return 0.85 * attention_part("flash2", generation, shared)
+    parts = {
+        ("triton", "ampere"): 0.55,
+        ("triton", "hopper"): shared.triton_hopper,
+        ("flash2", "hopper"): shared.flash2_hopper,
+        ("flash2", "blackwell"): shared.flash2_hopper * PEAK_TFLOPS["H100"] / PEAK_TFLOPS["B200"],
+    }
+    return parts.get((kernel, generation), 1.0)
+
+
+def fitted_of(machine: Machine) -> Fitted | None:
+    """What is known about the speed of a machine, or of the one that a user's is based on."""
+    return FITTED.get(machine.base or machine.name)
 
 
 def rates_of(machine: Machine) -> Rates:
-    """The fitted rates of a machine, or of the one that a user's is based on; else the default."""
-    return RATES.get(machine.base or machine.name, Rates())
+    """The fitted rates of a machine; else the default."""
+    fitted = fitted_of(machine)
+    return Rates(*fitted.rates) if fitted else Rates()
 
 
 @dataclass(frozen=True)
@@ -118,6 +151,23 @@ class StepTime:
         return sum(self.parts.values())
 
 
+@dataclass(frozen=True)
+class Work:
+    """What the busiest rank does in a step, in seconds at the full speed of the machine."""
+
+    products: float
+    attention: float
+    pointwise: float  # at the speed that the memory reaches
+    transfer: dict[str, float]  # by axis
+    latency: dict[str, float]
+    launches: float  # of blocks, in units of `host_ms`
+    messages: int  # of the pipeline
+    idle: float  # fraction of the pipeline's time
+    optimizer: float
+    optimizer_products: float  # Muon's
+    offload: float
+
+
 def step_time(
     counts: StepCounts,
     machine: Machine,
@@ -126,58 +176,102 @@ def step_time(
     rates: Rates | None = None,
 ) -> StepTime:
     """The time of a step with these counts. `rates` replaces the rates of the machine."""
-    used = rates or rates_of(machine)
-    degrees = counts.degrees
-    compiled = not reason_not_compiled(config, degrees, llama.dim, "cuda")
-    causal = _causal_part(config, degrees["cp"])
-    computed = [_compute(rank, machine, used, compiled, causal) for rank in counts.ranks]
-    compute = max(computed, key=lambda of_rank: of_rank.total)
-    busiest = counts.ranks[computed.index(compute)]
+    work = work_of(counts, machine, config, llama)
+    part = attention_part(own_kernel(config, llama), machine.generation)
+    parts = timed(work, rates or rates_of(machine), part, config)
+    gpus = num_processes(counts.degrees)
+    per_gpu = counts.tokens / sum(parts.values()) / gpus
+    training = config.training
+    flops = flops_per_token(llama, training.seq_len, config.lora, training.frozen_patterns)
+    return StepTime(
+        **parts,
+        tokens_per_second=per_gpu,
+        mfu=per_gpu * flops / (machine.peak_tflops * 1e12),
+        warnings=topology_warnings(counts.degrees, machine),
+    )
 
-    waits = dict.fromkeys((*AXES, "world"), 0.0)
-    for collective in busiest.collectives:
-        axis = collective.axis if collective.axis in AXES else "dp_shard"
-        waits[axis] += collective_seconds(collective, degrees, machine, used)
+
+def own_kernel(config: Config, llama: LlamaConfig) -> str:
+    """The attention kernel of `model/attention.py`: the fastest, or with a mask FlexAttention."""
+    masked = config.data.document_mask or any(llama.windows(config.training.seq_len))
+    return "flex" if masked else FASTEST
+
+
+def timed(
+    work: Work, rates: Rates, attention_part: float, config: Config, shared: Shared = SHARED
+) -> dict[str, float]:
+    """The seconds of each part of a step."""
+    products = work.products / rates.products
+    attention = work.attention / (rates.attention * attention_part)
+    compute = products + attention + work.pointwise
+    waits = {axis: work.transfer[axis] / rates.links + work.latency[axis] for axis in work.transfer}
     tensor_parallel = waits["tp"] / (2 if config.parallel.async_tp else 1)
     context_parallel = waits["cp"]
 
     communication = waits["dp_shard"] + waits["dp_replicate"]
-    hidden = min(communication, compute.total)
-    if degrees["pp"] > 1:
+    hidden = min(communication, compute)
+    if work.messages:  # in a pipeline nothing is computed meanwhile
         hidden = 0.0
     sharding = communication - hidden + SLOWDOWN * hidden
 
-    schedule = config.parallel.pp_schedule
-    training = config.training
-    microbatches = training.local_batch_size // config.parallel.pp_microbatch_size
-    idle = bubble_fraction(
-        schedule, degrees["pp"], microbatches, config.parallel.stages_per_process
-    )
-    on_device = compute.total + tensor_parallel + context_parallel
-    host = max(0.0, _host_seconds(config, llama, counts, used, compiled) - on_device)
-    working = on_device + host
-    bubble = working * idle / (1 - idle)
-    optimizer = _optimizer(busiest, machine, used, config, llama, num_processes(degrees))
-    offload = _offload(busiest, config, counts.local_batches, degrees["pp"])
+    on_device = compute + tensor_parallel + context_parallel
+    launching = (work.launches + shared.message * work.messages) * rates.host_ms * 1e-3
+    power = shared.sharpness
+    working = (on_device**power + launching**power) ** (1 / power)
+    return {
+        "products": products,
+        "attention": attention,
+        "pointwise": work.pointwise,
+        "optimizer": work.optimizer + work.optimizer_products / rates.products,
+        "sharding": sharding,
+        "tensor_parallel": tensor_parallel,
+        "context_parallel": context_parallel,
+        "messages": waits["pp"],
+        "bubble": working * work.idle / (1 - work.idle),
+        "offload": work.offload,
+        "host": working - on_device,
+    }
 
-    seconds = working + bubble + sharding + waits["pp"] + optimizer + offload
-    per_gpu = counts.tokens / seconds / num_processes(degrees)
-    flops = flops_per_token(llama, training.seq_len, config.lora, training.frozen_patterns)
-    return StepTime(
+
+def work_of(counts: StepCounts, machine: Machine, config: Config, llama: LlamaConfig) -> Work:
+    """The work of the rank that computes longest."""
+    degrees = counts.degrees
+    compiled = not reason_not_compiled(config, degrees, llama.dim, "cuda")
+    causal = _causal_part(config, degrees["cp"])
+    computed = [_compute(rank, machine, compiled, causal) for rank in counts.ranks]
+    compute = max(computed, key=lambda of_rank: of_rank.weight)
+    busiest = counts.ranks[computed.index(compute)]
+
+    transfer = dict.fromkeys(AXES, 0.0)
+    latency = dict.fromkeys(AXES, 0.0)
+    for collective in busiest.collectives:
+        axis = collective.axis if collective.axis in AXES else "dp_shard"
+        bandwidth, seconds = _speed(collective, degrees, machine)
+        transfer[axis] += collective.sent_bytes / bandwidth
+        latency[axis] += collective.count * seconds
+    ends = [
+        sum(call.count for call in rank.collectives if call.kind in ("send", "recv"))
+        for rank in counts.ranks
+    ]
+    parallel = config.parallel
+    microbatches = config.training.local_batch_size // parallel.pp_microbatch_size
+    optimizer, optimizer_products = _optimizer(
+        busiest, machine, config, llama, num_processes(degrees)
+    )
+    return Work(
         products=compute.products,
         attention=compute.attention,
         pointwise=compute.pointwise,
+        transfer=transfer,
+        latency=latency,
+        launches=_launched_blocks(config, llama, counts, compiled),
+        messages=max(ends) if degrees["pp"] > 1 else 0,
+        idle=bubble_fraction(
+            parallel.pp_schedule, degrees["pp"], microbatches, parallel.stages_per_process
+        ),
         optimizer=optimizer,
-        sharding=sharding,
-        tensor_parallel=tensor_parallel,
-        context_parallel=context_parallel,
-        messages=waits["pp"],
-        bubble=bubble,
-        offload=offload,
-        host=host,
-        tokens_per_second=per_gpu,
-        mfu=per_gpu * flops / (machine.peak_tflops * 1e12),
-        warnings=topology_warnings(degrees, machine),
+        optimizer_products=optimizer_products,
+        offload=_offload(busiest, config, counts.local_batches, degrees["pp"]),
     )
 
 
@@ -188,8 +282,10 @@ class _Compute:
     pointwise: float
 
     @property
-    def total(self) -> float:
-        return self.products + self.attention + self.pointwise
+    def weight(self) -> float:
+        """Seconds at the default rates, to compare ranks."""
+        rates = Rates()
+        return self.products / rates.products + self.attention / rates.attention + self.pointwise
 
 
 def _causal_part(config: Config, cp: int) -> float:
@@ -199,27 +295,24 @@ def _causal_part(config: Config, cp: int) -> float:
     return 0.5
 
 
-def _compute(
-    rank: RankCounts, machine: Machine, rates: Rates, compiled: bool, causal: float
-) -> _Compute:
-    products = sum(product_seconds(product, machine, rates) for product in rank.products)
-    peak = machine.peak_tflops * 1e12
-    attention = rank.attention_flops * causal / (peak * rates.attention)
+def _compute(rank: RankCounts, machine: Machine, compiled: bool, causal: float) -> _Compute:
+    products = sum(product_seconds(product, machine) for product in rank.products)
     moved = float(rank.pointwise_bytes)
     if compiled:
         moved *= COMPILED_BYTES
     for product in rank.products:
-        if product.dtype == "float8":  # both operands are rounded, mostly within other operators
+        if product.dtype in FLOAT8:  # both operands are rounded, mostly within other operators
             operands = (product.rows + product.columns) * product.inner
             moved += 2 * operands * product.count
+    attention = rank.attention_flops * causal / (machine.peak_tflops * 1e12)
     pointwise = moved / (machine.memory_bandwidth * 1e9 * MEMORY)
     return _Compute(products, attention, pointwise)
 
 
-def _host_seconds(
-    config: Config, llama: LlamaConfig, counts: StepCounts, rates: Rates, compiled: bool
+def _launched_blocks(
+    config: Config, llama: LlamaConfig, counts: StepCounts, compiled: bool
 ) -> float:
-    """The time to launch the kernels of a step.
+    """The blocks of a step whose kernels are launched, compiled ones as parts of one.
 
     A forward takes a third of it, which recomputation repeats.
     """
@@ -233,17 +326,20 @@ def _host_seconds(
         passes += 1 / 3 / config.recompute.every
     elif config.recompute.mode == "memory_budget":
         passes += (1 - config.recompute.budget) / 3
-    seconds = blocks * passes * rates.host_ms * 1e-3
-    return seconds * COMPILED_HOST if compiled else seconds
+    return blocks * passes * (COMPILED_HOST if compiled else 1.0)
 
 
-def product_seconds(product: Product, machine: Machine, rates: Rates) -> float:
-    """The time of all these products."""
-    tflops = machine.peak_tflops * rates.products
+def product_seconds(product: Product, machine: Machine) -> float:
+    """The time of all these products at the peak of their dtype, less what small sides lose.
+
+    With a scale for each row, float8 is as fast as bfloat16 (torchtitan's benchmarks/
+    asyncTP_llama3_h100_2025-06: 600 tokens/s beside 597).
+    """
+    tflops = machine.peak_tflops
     if product.dtype == "float32":
-        tflops = (machine.float32_tflops or machine.peak_tflops / 8) * rates.products
+        tflops = machine.float32_tflops or machine.peak_tflops / 8
     elif product.dtype == "float8" and machine.float8_tflops:
-        tflops = machine.float8_tflops * rates.products * FLOAT8_FACTOR
+        tflops = machine.float8_tflops
     side = min(product.rows, product.inner, product.columns)
     return product.flops / (tflops * 1e12 * side / (side + HALF_SIDE))
 
@@ -264,6 +360,14 @@ def collective_seconds(
     collective: Collective, degrees: dict[str, int], machine: Machine, rates: Rates
 ) -> float:
     """The time of all these calls of a step."""
+    bandwidth, latency = _speed(collective, degrees, machine)
+    return collective.sent_bytes / (bandwidth * rates.links) + collective.count * latency
+
+
+def _speed(
+    collective: Collective, degrees: dict[str, int], machine: Machine
+) -> tuple[float, float]:
+    """The bytes per second of these calls at the full speed of the links, and their latency."""
     size = collective.size
     together = ranks_per_node(collective.axis, size, degrees, machine)
     nodes = -(-size // together)
@@ -278,9 +382,8 @@ def collective_seconds(
             bandwidth = min(machine.link_bandwidth, machine.network_bandwidth)
             latency = machine.network_latency_us
     if collective.kind == "recv":
-        return 0.0  # the same time as the send of the other rank
-    transfer = collective.sent_bytes / (bandwidth * 1e9 * rates.links)
-    return transfer + collective.count * latency * 1e-6
+        latency = 0.0  # the same time as the send of the other rank
+    return bandwidth * 1e9, latency * 1e-6
 
 
 def bubble_fraction(schedule: str, pp: int, microbatches: int, stages: int) -> float:
@@ -301,20 +404,20 @@ def bubble_fraction(schedule: str, pp: int, microbatches: int, stages: int) -> f
 def _optimizer(
     rank: RankCounts,
     machine: Machine,
-    rates: Rates,
     config: Config,
     llama: LlamaConfig,
     world_size: int,
-) -> float:
+) -> tuple[float, float]:
     """The time of the update: reads gradients twice (first for their norm), and reads and writes
-    weights and moments.
+    weights and moments. The second number is that of Muon's products, at the peak.
     """
     held = rank.memory
-    gradients = held.parameters  # also where they are not held at the peak
-    moved = 2 * held.parameters + 2 * held.optimizer + 2 * gradients
+    trained = held.parameters * rank.num_trained / rank.num_parameters
+    gradients = trained  # also where they are not held at the peak
+    moved = 2 * trained + 2 * held.optimizer + 2 * gradients
     seconds = moved / (machine.memory_bandwidth * 1e9 * MEMORY)
     if config.optimizer.name != "muon":
-        return seconds
+        return seconds, 0.0
     flops = 0
     for shape in block_shapes(llama).values():
         if len(shape) == 2:
@@ -322,7 +425,7 @@ def _optimizer(
             long = max(shape)
             flops += 20 * short * short * long + 10 * short**3
     share = flops * llama.num_layers / world_size
-    return seconds + share / (machine.peak_tflops * 1e12 * rates.products)
+    return seconds, share / (machine.peak_tflops * 1e12)
 
 
 def _offload(rank: RankCounts, config: Config, local_batches: int, pp: int) -> float:
@@ -333,7 +436,7 @@ def _offload(rank: RankCounts, config: Config, local_batches: int, pp: int) -> f
     backward, or, where weights stay gathered, once per step, with pp once per local batch. It
     copies its gradient down at each reduction.
     """
-    numbers = rank.num_parameters
+    trained = rank.num_trained
     parallel = config.parallel
     if parallel.cpu_offload:
         mode = parallel.reshard_after_forward
@@ -346,12 +449,12 @@ def _offload(rank: RankCounts, config: Config, local_batches: int, pp: int) -> f
         elif mode != "never" and not (mode == "default" and pp > 1):
             up *= forwards + 1
         down = local_batches if parallel.reduce_every_microbatch else 1
-        copied = (up + down) * numbers
+        copied = up * rank.num_parameters + down * trained
         number = 4 if config.training.param_dtype == "float32" else 2
-        return copied * number / HOST_BANDWIDTH + numbers / HOST_UPDATE
+        return copied * number / HOST_BANDWIDTH + trained / HOST_UPDATE
     if parallel.optimizer_offload:
         moments = 4 if config.optimizer.state_dtype == "bfloat16" else 8
-        return 2 * moments * numbers / HOST_BANDWIDTH
+        return 2 * moments * trained / HOST_BANDWIDTH
     return 0.0
 
 

@@ -46,7 +46,7 @@ from titanlite.tools.plan.counts import Collective, Memory, Product, RankCounts,
 from titanlite.tools.plan.recorder import CATEGORIES, Recorder
 from titanlite.tools.verify.pool import Pool
 
-# What was counted -> number. The keys are those of `Recorder` and ("parameters",).
+# What was counted -> number. The keys are those of `Recorder`, ("parameters",) and ("trained",).
 Numbers: TypeAlias = Counter[tuple[str | int, ...]]
 # Blocks per stage of the shorter of the two models that stand for a deep one. The gathered weights
 # of one unit are freed while others compute, so all cases occur within three blocks. In a pipeline
@@ -241,6 +241,8 @@ def count_step(
         for part in model_parts:
             for parameter in part.parameters():
                 numbers["parameters",] += local_part(parameter).numel()
+                if parameter.requires_grad:
+                    numbers["trained",] += local_part(parameter).numel()
     return numbers
 
 
@@ -337,6 +339,7 @@ def _rank_counts(pp_rank: int, stages: tuple[int, ...], numbers: Numbers) -> Ran
         pp_rank,
         stages,
         numbers["parameters",],
+        numbers["trained",],
         max(memories, key=lambda memory: memory.total),
         tuple(sorted(products, key=lambda product: -product.flops)),
         numbers["attention",],
