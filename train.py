@@ -108,7 +108,7 @@ def main(config: Config) -> int:
     config = resolve_dtype(config, llama, device)  # `auto` becomes a number format
     # Not recorded: a resumed run may be on another device
     compiled = decide_compile(config, llama, degrees, device)
-    mesh = Mesh(device.type, degrees, config.comm.group_timeout_seconds)
+    mesh = Mesh(device.type, degrees, config.comm.group_timeout_seconds, config.parallel.ep)
     progress = Progress()
     # Ends the run if a rank hangs
     watchdog = Watchdog(config.comm, folder, progress, device, first_steps(config.training))
@@ -142,6 +142,7 @@ def main(config: Config) -> int:
         "loss_scale": parts.scaler,
         f"stability-{config.stability.window}": parts.guard,  # a changed window starts empty
         "ema": parts.ema,
+        "router": parts.balance,
         "noise_scale": noise_scale,
     }
     # Saved in each checkpoint, so that it can be used without the run's folder
@@ -152,7 +153,12 @@ def main(config: Config) -> int:
     parts.ema.start()  # copies these weights, unless the checkpoint had an average
 
     # 5. Metrics and validation
-    columns = (parts.scaler, parts.guard, noise_scale)  # each may add values to a logged step
+    columns = (
+        parts.scaler,
+        parts.guard,
+        parts.balance,
+        noise_scale,
+    )  # each may add values to a logged step
     metrics = Metrics(config, llama, folder, device, progress, columns, compiled)
     time_waits(metrics.step_times, device)  # wraps torch's functions that wait for other ranks
     plan_check = PlanCheck(functools.partial(compare_with_plan, config, llama, device))

@@ -6,8 +6,11 @@ from messages import assert_mentions
 
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config
+from titanlite.model.flavors import FLAVORS
 from titanlite.rules.degrees import AXES
 from titanlite.rules.unused import unused_settings
+
+LLAMA = FLAVORS["debug"]
 
 
 def config(*arguments: str) -> Config:
@@ -22,7 +25,7 @@ def test_keys_of_techniques_that_are_not_used_are_named():
         "parallel.prefetch=2",
         "lora.dropout=0.1",
     )
-    found = unused_settings(given, dict.fromkeys(AXES, 1))
+    found = unused_settings(given, LLAMA, dict.fromkeys(AXES, 1))
     expected = [
         ("parallel.pp_split = layers.2", "parallel.pp = 1"),
         ("parallel.cp_method = ulysses", "parallel.cp = 1"),
@@ -42,12 +45,14 @@ def test_keys_of_techniques_that_are_not_used_are_named():
             "schedule.milestones=0.5 from step 9",
             "schedule.decay_steps=5",
         ]
-        notes = " ".join(unused_settings(config(*schedule), dict.fromkeys(AXES, 1)))
+        notes = " ".join(unused_settings(config(*schedule), LLAMA, dict.fromkeys(AXES, 1)))
         assert [
             key for key in ("decay_steps", "milestones") if f"schedule.{key} = " in notes
         ] == keys
     assert (
-        unused_settings(config("recompute.mode=full", "recompute.every=2"), dict.fromkeys(AXES, 2))
+        unused_settings(
+            config("recompute.mode=full", "recompute.every=2"), LLAMA, dict.fromkeys(AXES, 2)
+        )
         == []
     )
 
@@ -58,16 +63,18 @@ def test_only_keys_that_were_set_are_reported():
         ("cosine", "schedule.decay_steps=5"),
         ("constant", "schedule.min_ratio=0.3"),
     ):
-        (note,) = unused_settings(config(f"schedule.name={shape}", option), dict.fromkeys(AXES, 1))
+        (note,) = unused_settings(
+            config(f"schedule.name={shape}", option), LLAMA, dict.fromkeys(AXES, 1)
+        )
         assert_mentions(note, option.replace("=", " = "), "schedule.name")
-    (note,) = unused_settings(config("ema.validate=false"), dict.fromkeys(AXES, 1))
+    (note,) = unused_settings(config("ema.validate=false"), LLAMA, dict.fromkeys(AXES, 1))
     assert_mentions(note, "ema.validate = False", "ema.decay = 0")
 
 
 def test_keys_of_stability_without_effect_are_reported():
     given = ["--stability.window=64", "--stability.max_skips=3", "--stability.max_rollbacks=9"]
     notes = unused_settings(
-        load_config(["debug", *given, "--stability.action=skip"]), dict.fromkeys(AXES, 1)
+        load_config(["debug", *given, "--stability.action=skip"]), LLAMA, dict.fromkeys(AXES, 1)
     )
     assert [note for note in notes if "stability" in note] == [
         "stability.window = 64 has no effect: stability.threshold = 0",
@@ -78,7 +85,7 @@ def test_keys_of_stability_without_effect_are_reported():
 def test_prompts_have_an_effect_without_validation():
     """They are also continued at the end of the run."""
     prompts = config("validation.freq=0", "validation.prompts=a", "validation.prompt_tokens=3")
-    assert unused_settings(prompts, dict.fromkeys(AXES, 1)) == []
+    assert unused_settings(prompts, LLAMA, dict.fromkeys(AXES, 1)) == []
     tokens = config("validation.prompts=", "validation.prompt_tokens=3")
-    (note,) = unused_settings(tokens, dict.fromkeys(AXES, 1))
+    (note,) = unused_settings(tokens, LLAMA, dict.fromkeys(AXES, 1))
     assert_mentions(note, "validation.prompt_tokens = 3", "validation.prompts is empty")

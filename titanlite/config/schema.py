@@ -103,6 +103,8 @@ class ModelConfig:
             "qwen3_0.6b",
             "qwen3_1.7b",
             "qwen3_8b",
+            "debug_moe",
+            "qwen3_30b_a3b",
         ),
     )
     dim: int | None = key(None, "width of the residual stream", min=1, max=2**20)
@@ -115,6 +117,13 @@ class ModelConfig:
         None, "width of a head; without a flavor's, dim / num_heads", min=1, max=2**14
     )
     ffn_dim: int | None = key(None, "hidden width of the feed-forward", min=1, max=2**22)
+    num_experts: int | None = key(
+        None, "experts in place of each feed-forward; 0: a dense model", min=0, max=2**12
+    )
+    experts_per_token: int | None = key(
+        None, "experts that the router chooses for a token", min=1, max=2**12
+    )
+    expert_ffn_dim: int | None = key(None, "hidden width of an expert", min=1, max=2**22)
     rope_theta: float | None = key(None, "base of the frequencies of RoPE", min=1e-6, max=1e12)
     rope_scaling: str | None = key(
         None,
@@ -485,6 +494,11 @@ class ParallelConfig:
     prefetch: int = key(
         0, "number of units to gather ahead; 0: FSDP2's default, one", min=0, max=64
     )
+    ep: int = key(
+        1,
+        "expert parallel: processes of dp_shard x cp that the experts are divided over",
+        min=1,
+    )
     async_tp: bool = key(
         False,
         "overlap the communication of tensor parallel with its matrix products (CUDA, with "
@@ -665,6 +679,12 @@ class LossConfig:
     z_loss: float = key(
         0.0,
         "coefficient of the squared logarithm of the softmax's denominator (PaLM: 1e-4)",
+        min=0,
+        resume="same",
+    )
+    router_aux_loss: float = key(
+        0.0,
+        "coefficient of the loss that balances experts, over the whole global batch; 0: off",
         min=0,
         resume="same",
     )

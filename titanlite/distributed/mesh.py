@@ -14,8 +14,11 @@ a shard along it is the whole tensor, so most code need not ask whether an axis 
 Context parallel ranks compute with the same weights on different tokens, as data parallel ranks do.
 So weights are sharded over both: `dp_shard_cp` is dp_shard and cp as one axis.
 
+Experts (`parallel/expert_parallel.py`) are divided over `ep` of these dp_shard_cp ranks, and
+sharded over the dp_shard_cp / ep ranks, `expert_shard`, that hold the same experts.
+
 What it costs: nine process groups, made at the start: four axes of one DeviceMesh and five of
-another (`Mesh` says why there are two).
+another (`Mesh` says why there are two); with ep five more, of a third.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from titanlite.distributed.torch_private import set_group_timeout
 DATA_AXES = ("dp_replicate", "dp_shard")  # ranks along these axes read different sequences
 # Ranks along these axes hold different parts of the loss
 LOSS_AXES = ("pp", "dp_replicate", "dp_shard", "cp")
+TOKEN_AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # and these route different tokens to experts
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -43,37 +47,51 @@ class Mesh:
     """The grid of ranks. `mesh["tp"]` and `mesh["dp_replicate", "dp_shard_cp"]` are the submeshes
     that contain this rank.
 
-    It has two DeviceMeshes over the same ranks, one with dp_shard_cp and one with dp_shard and cp:
-    FSDP2 and tensor parallel need one mesh that has both their axes, and a DeviceMesh has no public
-    way to join two of its axes (torch 2.11 to 2.13). So pp, dp_replicate and tp each have two
-    process groups, and only one of the two is used.
+    It has two DeviceMeshes over the same ranks, one with dp_shard_cp and one with dp_shard and cp,
+    and with ep a third with expert_shard and ep: FSDP2 and tensor parallel need one mesh that has
+    both their axes, and a DeviceMesh has no public way to join two of its axes (torch 2.11 to
+    2.13). So pp, dp_replicate and tp each have a process group for each mesh, and only one is used.
     """
 
-    def __init__(self, device_type: str, degrees: Mapping[str, int], timeout_seconds: int) -> None:
-        """`degrees`: axis -> size, outermost first; their product is the world size."""
+    def __init__(
+        self, device_type: str, degrees: Mapping[str, int], timeout_seconds: int, ep: int = 1
+    ) -> None:
+        """`degrees`: axis -> size, outermost first; their product is the world size. `ep`: the
+        number of ranks of dp_shard_cp that experts are divided over.
+        """
         self.device_type = device_type
         self.degrees = dict(degrees)
         # torch has no mesh for mps, which runs one process only
         device_type = "cpu" if device_type == "mps" else device_type
-        sizes = {"pp": degrees["pp"], "dp_replicate": degrees["dp_replicate"]}
-        sizes |= {"dp_shard_cp": degrees["dp_shard"] * degrees["cp"], "tp": degrees["tp"]}
-        self._weights, self._tokens = (
-            init_device_mesh(device_type, tuple(s.values()), mesh_dim_names=tuple(s))
-            for s in (sizes, degrees)
-        )
-        for group in (*self._weights.get_all_groups(), *self._tokens.get_all_groups()):
-            set_group_timeout(group, timeout_seconds)
+        pp = degrees["pp"]
+        replicas = degrees["dp_replicate"]
+        shards = degrees["dp_shard"] * degrees["cp"]
+        tp = degrees["tp"]
+        grids = [
+            {"pp": pp, "dp_replicate": replicas, "dp_shard_cp": shards, "tp": tp},
+            dict(degrees),
+        ]
+        if ep > 1:
+            outer = {"pp": pp, "dp_replicate": replicas, "expert_shard": shards // ep}
+            grids.append({**outer, "ep": ep, "tp": tp})
+        self._meshes = [
+            init_device_mesh(device_type, tuple(grid.values()), mesh_dim_names=tuple(grid))
+            for grid in grids
+        ]
+        for mesh in self._meshes:
+            for group in mesh.get_all_groups():
+                set_group_timeout(group, timeout_seconds)
+        self.ep = ep
         # A cache, because indexing a DeviceMesh creates a new object
-        self._lines: dict[str | tuple[str, ...], DeviceMesh] = {}
+        self._lines: dict[tuple[str, ...], DeviceMesh] = {}
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        if axes not in self._lines:
-            names = {axes} if isinstance(axes, str) else set(axes)
-            mesh = (
-                self._weights if names <= set(self._weights.mesh_dim_names or ()) else self._tokens
-            )
-            self._lines[axes] = mesh[axes]
-        return self._lines[axes]
+        """Returns a submesh of the first of the meshes that has all these axes."""
+        names = (axes,) if isinstance(axes, str) else axes
+        if names not in self._lines:
+            mesh = next(m for m in self._meshes if set(names) <= set(m.mesh_dim_names or ()))
+            self._lines[names] = mesh[names]
+        return self._lines[names]
 
     @property
     def data_size(self) -> int:
@@ -95,7 +113,7 @@ class Mesh:
         which is called dp_shard if cp is not used.
         """
         axes: dict[str, tuple[str, int]] = {}
-        for mesh in (self._weights, self._tokens):
+        for mesh in self._meshes:
             for axis in mesh.mesh_dim_names or ():
                 name = "dp_shard" if axis == "dp_shard_cp" and self.degrees["cp"] == 1 else axis
                 axes[mesh[axis].get_group().group_name] = (name, mesh[axis].size())
@@ -114,6 +132,14 @@ class Mesh:
         Ranks without the output layer contribute zero.
         """
         return self._sum(loss, LOSS_AXES)
+
+    def sum_tokens(self, values: Tensor) -> Tensor:
+        """Sums, in place, what each rank has for the tokens that it routes to experts."""
+        return self._sum(values, TOKEN_AXES)
+
+    def sum_stages(self, values: Tensor) -> Tensor:
+        """Sums, in place, what each rank has for the blocks of its pipeline stages."""
+        return self._sum(values, ("pp",))
 
     @torch.no_grad()
     def _sum(self, value: Tensor, axes: tuple[str, ...]) -> Tensor:

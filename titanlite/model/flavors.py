@@ -67,6 +67,9 @@ class LlamaConfig:
     explicit_head_dim: int = 0  # 0: dim / num_heads
     qkv_bias: bool = False
     qk_norm: bool = False  # an RMSNorm of each head of q and k, before RoPE
+    num_experts: int = 0  # in place of the feed-forward, as the next two (moe.py); 0: dense
+    experts_per_token: int = 0
+    expert_ffn_dim: int = 0
     sliding_window: int = 0  # positions that a query attends to, up to its own; 0: all
     window_layers: str = "all"  # the blocks that have the window, as in `0-2, 5`
 
@@ -102,6 +105,12 @@ class LlamaConfig:
         if not self.tied_embeddings:
             embeddings *= 2
         return embeddings + self.num_layers * block + self.dim
+
+    @property
+    def num_active_parameters(self) -> int:
+        """The parameters that one token uses: those of its experts, not those of the others."""
+        unused = self.num_experts - self.experts_per_token
+        return self.num_parameters - self.num_layers * unused * 3 * self.dim * self.expert_ffn_dim
 
     def to_json(self) -> str:
         """Writes the text of a model.json, which `shape_file.py` reads."""
@@ -168,6 +177,14 @@ def block_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         shapes["attention.q_norm.weight"] = (config.head_dim,)
         shapes["attention.k_norm.weight"] = (config.head_dim,)
     shapes["ffn_norm.weight"] = (dim,)
+    if config.num_experts:
+        num = config.num_experts
+        hidden = config.expert_ffn_dim
+        shapes["feed_forward.router.weight"] = (num, dim)
+        shapes["feed_forward.experts.w1.weight"] = (num, hidden, dim)
+        shapes["feed_forward.experts.w2.weight"] = (num, dim, hidden)
+        shapes["feed_forward.experts.w3.weight"] = (num, hidden, dim)
+        return shapes
     shapes["feed_forward.w1.weight"] = (config.ffn_dim, dim)
     shapes["feed_forward.w2.weight"] = (dim, config.ffn_dim)
     shapes["feed_forward.w3.weight"] = (config.ffn_dim, dim)
@@ -263,6 +280,31 @@ FLAVORS: dict[str, LlamaConfig] = {
         tied_embeddings=False,
         explicit_head_dim=0,
     ),
+    "debug_moe": LlamaConfig(
+        128,
+        4,
+        4,
+        2,
+        128,
+        vocab_size=0,
+        tied_embeddings=True,
+        qk_norm=True,
+        num_experts=8,
+        experts_per_token=2,
+        expert_ffn_dim=128,
+    ),
+    "qwen3_30b_a3b": replace(
+        QWEN3,
+        dim=2048,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        ffn_dim=6144,
+        tied_embeddings=False,
+        num_experts=128,
+        experts_per_token=8,
+        expert_ffn_dim=768,
+    ),
 }
 
 
@@ -273,6 +315,9 @@ SAME_NAME = (
     "num_heads",
     "num_kv_heads",
     "ffn_dim",
+    "num_experts",
+    "experts_per_token",
+    "expert_ffn_dim",
     "vocab_size",
     "rope_theta",
     "norm_eps",
@@ -325,6 +370,23 @@ def _resolve_window(section: ModelConfig, config: LlamaConfig) -> LlamaConfig:
     return resolved
 
 
+def expert_problems(config: LlamaConfig) -> list[str]:
+    """Describes what is wrong with the sizes of a mixture of experts."""
+    num = config.num_experts
+    if not num:
+        return []
+    problems = []
+    if not 2 <= config.experts_per_token <= num:
+        problems.append(
+            f"model.experts_per_token = {config.experts_per_token}: expected 2 to "
+            f"model.num_experts = {num} (with 1 the weight of the only expert is always 1, and the "
+            "router gets no gradient)"
+        )
+    if not config.expert_ffn_dim:
+        problems.append("model.expert_ffn_dim is missing: expected the hidden width of an expert")
+    return problems
+
+
 def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
     """Applies the section's overrides to a flavor; `vocab_size` defaults to `tokenizer_size`.
 
@@ -367,6 +429,7 @@ def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
             f"model.num_kv_heads = {config.num_kv_heads} does not divide "
             f"model.num_heads = {heads}; allowed: {', '.join(divisors)}"
         )
+    problems += expert_problems(config)
     if config.vocab_size < tokenizer_size:
         problems.append(
             f"model.vocab_size = {config.vocab_size} (flavor {section.flavor}): "

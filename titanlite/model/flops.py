@@ -47,8 +47,9 @@ ORDER: list[tuple[str, ...]] = [
     ("attention",),
     ("attention.wo.weight",),
     ("ffn_norm.weight",),
-    ("feed_forward.w1.weight", "feed_forward.w3.weight"),
-    ("feed_forward.w2.weight",),
+    ("feed_forward.router.weight",),
+    tuple(f"feed_forward.{part}w{x}.weight" for part in ("", "experts.") for x in "13"),
+    ("feed_forward.w2.weight", "feed_forward.experts.w2.weight"),
 ]
 
 
@@ -104,8 +105,9 @@ def flops_per_token(
 
     6 per parameter: 2 in the forward, 2 for the gradient of its input, 2 for its own. And 12 H Dh S
     for the attention of a block, a third of it in the forward, or 12 H Dh w with a window of w < S.
-    What is frozen has no gradient of its own, and what stands before all that is trained has none
-    of its input. The input embedding is a lookup and is not counted, unless it is tied: then it is
+    A token uses the parameters of `experts_per_token` experts. What is frozen has no gradient of
+    its own, and what stands before all that is trained has none of its input. The input embedding
+    is a lookup and is not counted, unless it is tied: then it is
     also the output projection.
     """
     shapes = parameter_shapes(model)
@@ -115,7 +117,10 @@ def flops_per_token(
     flops = 0
     for name, shape in shapes.items():
         times = 1 + (name in gradients) + is_trained(name, model, lora, frozen)
-        flops += 2 * times * math.prod(shape)
+        size = math.prod(shape)
+        if ".experts." in name:
+            size = size // model.num_experts * model.experts_per_token
+        flops += 2 * times * size
     for i, window in enumerate(model.windows(seq_len)):
         times = 3 if f"layers.{i}.attention" in gradients else 1
         flops += 4 * times * model.num_heads * model.head_dim * (window or seq_len)

@@ -28,9 +28,16 @@ from torch import Tensor, nn
 
 from titanlite.model.attention import Mask, attention, document_mask
 from titanlite.model.flavors import LlamaConfig
+from titanlite.model.moe import MixtureOfExperts
 
 # Parameters of a block whose initial std decreases with the block's depth
-SMALLER_WITH_DEPTH = ("attention.wo.weight", "feed_forward.w2.weight", "feed_forward.w3.weight")
+SMALLER_WITH_DEPTH = (
+    "attention.wo.weight",
+    "feed_forward.w2.weight",
+    "feed_forward.w3.weight",
+    "feed_forward.experts.w2.weight",
+    "feed_forward.experts.w3.weight",
+)
 
 
 class LayerCache(Protocol):
@@ -200,7 +207,7 @@ class TransformerBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = MixtureOfExperts(config) if config.num_experts else FeedForward(config)
 
     def forward(
         self, x: Tensor, rope: Tensor, mask: Mask | None = None, cache: LayerCache | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from titanlite.model.flavors import SCALINGS, LlamaConfig, with_one_window
+from titanlite.model.flavors import SCALINGS, LlamaConfig, expert_problems, with_one_window
 from titanlite.runtime.documents import parse_json
 from titanlite.runtime.typed_json import typed
 
@@ -79,6 +79,12 @@ def checked(config: LlamaConfig) -> LlamaConfig:
     if type(config.window_layers) is not str:
         raise ValueError(f"window_layers = {config.window_layers!r:.40}: expected a text")
     config = with_one_window(config)
+    if type(config.num_experts) is not int or config.num_experts != 0:
+        for name in ("num_experts", "experts_per_token", "expert_ffn_dim"):
+            _require_integer(name, getattr(config, name), LARGEST)
+        problems = expert_problems(config)
+        if problems:
+            raise ValueError(problems[0])
     for name in ("qkv_bias", "qk_norm"):
         if type(getattr(config, name)) is not bool:
             raise ValueError(f"{name} = {getattr(config, name)!r:.40}: expected true or false")

@@ -47,7 +47,7 @@ def log_start(
     """Logs the model, the layout and the batch, which settings have no effect, and whether the run
     is already complete.
     """
-    for note in unused_settings(config, mesh.degrees):
+    for note in unused_settings(config, llama, mesh.degrees):
         logger.info(note)
     problem = warmup_problem(config)
     if problem:

@@ -49,8 +49,8 @@ def clip_units(parts: Sequence[Llama], factor: float) -> None:
         gradient_norm, weight_norm = squares.sqrt()
         # a gradient of 0 stays 0
         scale = (factor * weight_norm.clamp(min=EPS) / gradient_norm).clamp(max=1.0)
-        if gradient.ndim == 2:
-            scale = scale[:, None]  # one per row
+        if gradient.ndim > 1:
+            scale = scale[..., None]  # one per row
         gradient.mul_(scale)
 
 
@@ -78,10 +78,10 @@ def _clipped_parameters(part: Llama) -> list[nn.Parameter]:
 def _squares(tensor: Tensor) -> Tensor:
     """Sums the squares of this process's part of each unit, in fp32.
 
-    Returns (rows,) for a matrix, (1,) for a vector.
+    Returns (rows,) for a matrix, (E, rows) for experts, (1,) for a vector.
     """
-    units = tensor if tensor.ndim == 2 else tensor[None]
-    return torch.linalg.vector_norm(units, dim=1, dtype=torch.float32).square()
+    units = tensor if tensor.ndim > 1 else tensor[None]
+    return torch.linalg.vector_norm(units, dim=-1, dtype=torch.float32).square()
 
 
 def _axes_within_units(parameter: Tensor) -> list[Axis]:

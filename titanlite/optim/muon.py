@@ -19,6 +19,9 @@ each axis turns a rank's parts of a group into one whole matrix. The rank orthog
 same all-to-alls in reverse return the parts. So all layouts compute the same; only which rank
 computes which matrix differs.
 
+Experts (E, rows, columns) are cut between matrices, not inside: each rank orthogonalises those that
+it has. Ranks that have the same experts (dp_replicate, tp) compute the same.
+
     4 matrices of 4096 x 4096, dp_shard = 4: rank 2 holds rows 2048 to 3071 of each. It sends
     1024 x 4096 numbers to each other rank and gets matrix 2. After the iteration it sends their
     rows back.
@@ -119,7 +122,8 @@ class Muon(torch.optim.Optimizer):
     def _orthogonalize(self, updates: list[Tensor], like: Tensor) -> Tensor:
         """Orthogonalizes n matrices, of which each rank has the parts `updates`, sharded as `like`.
 
-        Returns this rank's parts, (n, this rank's rows, this rank's columns).
+        Returns this rank's parts, (n, this rank's rows, this rank's columns); of experts, the
+        matrices of those that this rank has, (1, experts, rows, columns).
         """
         device_type = like.device.type
         if isinstance(like, DTensor):
@@ -129,6 +133,8 @@ class Muon(torch.optim.Optimizer):
             name = "bfloat16" if device_type == "cuda" else "float32"
 
         parts = torch.stack(updates).to(device_type, getattr(torch, name))
+        if like.ndim == 3:
+            return orthogonalize(parts.flatten(0, 1)).view_as(parts).float()
         axes = _axes(like)
         shapes = []  # shape of `parts` before each all-to-all
         for axis in axes:
@@ -166,7 +172,7 @@ def _scale(shape: torch.Size, kind: str) -> float:
 
     If all singular values are 1, a matrix has numbers of the size 1 / sqrt(max(rows, columns)).
     """
-    rows, columns = shape
+    rows, columns = shape[-2:]
     if kind == "adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))
@@ -175,7 +181,7 @@ def _scale(shape: torch.Size, kind: str) -> float:
 def _alike(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     """Groups parameters with a gradient by shape and placement.
 
-    A group has at most one parameter for each rank that shares them.
+    A group has at most one parameter for each rank that shares them; experts are a group each.
     """
     alike: dict[object, list[Tensor]] = {}
     for parameter in parameters:
@@ -187,7 +193,7 @@ def _alike(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
         alike.setdefault((parameter.shape, sharding), []).append(parameter)
     for group in alike.values():
         num_ranks = 1
-        if isinstance(group[0], DTensor):
+        if isinstance(group[0], DTensor) and group[0].ndim == 2:
             num_ranks = group[0].device_mesh.size()
         for i in range(0, len(group), num_ranks):
             yield group[i : i + num_ranks]

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import OptimizerConfig
 from titanlite.optim.low_precision import LowPrecisionAdamW
@@ -43,7 +45,7 @@ def build_optimizer(
         for name, parameter in part.named_parameters():
             if not parameter.requires_grad:
                 continue
-            if config.name == "muon" and parameter.ndim == 2 and name.startswith("layers."):
+            if config.name == "muon" and parameter.ndim >= 2 and name.startswith("layers."):
                 matrices.append((name, parameter))
             else:
                 others.append((name, parameter))
@@ -57,23 +59,31 @@ def build_optimizer(
 
 
 def _group(parameters: list[tuple[str, Tensor]], config: OptimizerConfig) -> Groups:
-    """Makes a group for each pair of weight decay and learning rate, the highest decay first."""
-    members: dict[tuple[float, float], list[Tensor]] = {}
+    """Makes a group for each pair of weight decay and learning rate, the highest decay first.
+
+    Experts that are divided over ep have another mesh than other parameters, and so another group:
+    torch updates a group in one call, which needs DTensors of one mesh.
+    """
+    members: dict[tuple[float, float, int], list[Tensor]] = {}
+    meshes: list[DeviceMesh | None] = []
     for name, parameter in parameters:
-        key = _decay_and_rate(name, parameter, config)
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        if mesh not in meshes:
+            meshes.append(mesh)
+        key = (*_decay_and_rate(name, parameter, config), -meshes.index(mesh))
         members.setdefault(key, []).append(parameter)
     if not parameters:  # nothing is trained, or Muon has all; torch needs a group
-        members[0.0, config.lr] = []
+        members[0.0, config.lr, 0] = []
     groups = []
-    for decay, rate in sorted(members, reverse=True):
-        of_group = members[decay, rate]
+    for decay, rate, mesh_number in sorted(members, reverse=True):
+        of_group = members[decay, rate, mesh_number]
         groups.append({"params": of_group, "lr": rate, "peak_lr": rate, "weight_decay": decay})
     return groups
 
 
 def _decay_and_rate(name: str, parameter: Tensor, config: OptimizerConfig) -> tuple[float, float]:
     """Returns weight decay and peak learning rate of a parameter."""
-    is_linear = parameter.ndim == 2 and not name.startswith("tok_embeddings")
+    is_linear = parameter.ndim >= 2 and not name.startswith("tok_embeddings")
     decay = config.weight_decay if is_linear or config.decayed == "all" else 0.0
     rate = config.lr
     for group in config.groups:

@@ -7,7 +7,9 @@ modes:
   take the most computation or communication per byte kept (after arXiv 2205.05198).
 * `memory_budget` leaves the choice to the compiler, which solves a knapsack of time against memory
   for each block.
-`full` and `selective` work with and without the compiler.
+`full` and `selective` work with and without the compiler. With experts `selective` chooses in
+attention, and keeps of the mixture only the input: experts that are a unit of FSDP inside the block
+call its hooks again, whose operators would not match those of the forward.
 
 Why it is here: activations grow with the batch and the sequence, and can take more memory than
 weights and moments. What it costs, per block and local batch: `none` keeps every intermediate
@@ -57,14 +59,21 @@ def apply_ac(model: Llama, config: RecomputeConfig) -> None:
     """Replaces the forward of every n-th block, for `full` and `selective`."""
     if config.mode in ("none", "memory_budget"):
         return
-    options: dict[str, Any] = {"use_reentrant": False}
-    if config.mode == "selective":
-        options["context_fn"] = _selective_contexts
+    recompute: Any = functools.partial(functools.partial, checkpoint, use_reentrant=False)
     for name, block in model.layers.items():
-        if int(name) % config.every == 0:
-            block.forward = functools.partial(checkpoint, block.forward, **options)
+        if int(name) % config.every != 0:
+            continue
+        if config.mode == "full":
+            block.forward = recompute(block.forward)
             if config.offload:
                 block.forward = offload_input(block.forward)
+        elif model.config.num_experts:
+            attention = block.get_submodule("attention")
+            attention.forward = recompute(attention.forward, context_fn=_selective_contexts)
+            mixture = block.get_submodule("feed_forward")
+            mixture.forward = recompute(mixture.forward)
+        else:
+            block.forward = recompute(block.forward, context_fn=_selective_contexts)
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

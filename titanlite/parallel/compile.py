@@ -156,9 +156,11 @@ def apply_compile(
     set_recompile_limit(VARIANTS)
     set_activation_memory_budget(recompute.budget if recompute.mode == "memory_budget" else 1.0)
     for block in model.layers.values():
+        # The router of a mixture of experts decides about sizes, which a graph cannot have
+        compiled = block.get_submodule("attention") if model.config.num_experts else block
         # fullgraph: a graph break is an error
-        block.forward = torch.compile(
-            block.forward, backend=backend, options=options, fullgraph=True
+        compiled.forward = torch.compile(
+            compiled.forward, backend=backend, options=options, fullgraph=True
         )
 
 

@@ -100,6 +100,13 @@ def apply_fsdp(
     at_the_end = _reshard(config, mesh, last=True)
     if isinstance(model.output, DeferredOutput):
         at_the_end = False
+    for block in model.layers.values():
+        if mesh.ep > 1:  # experts are divided over other ranks than the rest of the block
+            axes = ("dp_replicate", "expert_shard") if replicated else "expert_shard"
+            over = options | {"mesh": mesh[axes]}
+            reshard = _reshard(config, mesh, last=False)
+            experts = block.get_submodule("feed_forward.experts")
+            fully_shard(experts, reshard_after_forward=reshard, **over)
     for unit in units:
         reshard = at_the_end if unit is units[-1] else _reshard(config, mesh, last=False)
         fully_shard(unit, reshard_after_forward=reshard, **options)

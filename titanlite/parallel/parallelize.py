@@ -36,6 +36,7 @@ from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile, missing_for_inductor
 from titanlite.parallel.context_parallel import apply_cp
 from titanlite.parallel.deferred_output import defer_output
+from titanlite.parallel.expert_parallel import apply_ep
 from titanlite.parallel.float8 import apply_float8
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.lora import apply_dropout, apply_lora
@@ -99,6 +100,8 @@ def parallelize(model: Llama, config: Config, mesh: Mesh, compiled: bool) -> Non
         defer_output(model)
     if mesh["tp"].size() > 1:
         apply_tp(model, mesh["tp"], parallel.async_tp)
+    if model.config.num_experts:
+        apply_ep(model, mesh)
     if config.lora.rank > 0:
         apply_lora(model, config.lora)
     freeze(model, training.frozen_patterns)

@@ -27,6 +27,7 @@ from titanlite.optim.clip import clip_gradients
 from titanlite.optim.ema import WeightEMA
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.router_balance import RouterBalance
 from titanlite.optim.schedule import Schedule
 from titanlite.optim.stability import Guard
 from titanlite.parallel.stages import Stages
@@ -48,6 +49,7 @@ class StepParts:
     scaler: LossScale  # for float16
     guard: Guard  # for bad steps
     ema: WeightEMA
+    balance: RouterBalance  # of a mixture of experts
 
 
 def build_step_parts(
@@ -69,6 +71,7 @@ def build_step_parts(
         scaler=scaler,
         guard=Guard(config.stability, optimizer, scaler, mesh, device),
         ema=WeightEMA(config.ema, model_parts, optimizer),
+        balance=RouterBalance(model_parts, config.loss.router_aux_loss, mesh, device),
     )
 
 
@@ -134,6 +137,8 @@ def optimizer_step(
     own_targets = to_device(count_targets(batches), parts.device)
     num_targets = stages.mesh.sum_counts(own_targets)  # over all ranks
     measures.before_step(batches)
+    tokens = sum(batch.tokens.numel() for batch in batches) * stages.mesh.data_size
+    parts.balance.start_step(tokens, scaler.scale)
     loss = torch.zeros((), device=parts.device)
     for i, batch in enumerate(prefetch(batches, parts.device)):
         last_batch = i == num_batches - 1  # after it the gradients of the step are complete
@@ -153,5 +158,6 @@ def optimizer_step(
     parts.optimizer.step()
     measures.after_update()
     parts.ema.update()
+    parts.balance.finish_step()
     parts.optimizer.zero_grad()
     return StepResult(loss, grad_norm, num_targets, lr)

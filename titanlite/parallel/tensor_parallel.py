@@ -70,10 +70,11 @@ REPLICATED = Replicate()
 VOCABULARY_SHARD = Shard(-1)
 
 
-def block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
+def block_plan(qk_norm: bool, experts: bool) -> dict[str, ParallelStyle]:
     """Maps each module of a block to the way it is parallelised.
 
-    The block's input and output are (B, S/tp, D).
+    The block's input and output are (B, S/tp, D). Experts take and give tensors of this shape, and
+    are not cut (`expert_parallel.py`).
     """
     plan: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(),
@@ -85,14 +86,15 @@ def block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=SEQUENCE_SHARD),
-        "ffn_norm": SequenceParallel(),
-        "feed_forward": PrepareModuleInput(
-            input_layouts=(SEQUENCE_SHARD,), desired_input_layouts=(REPLICATED,)
-        ),
-        "feed_forward.w1": ColwiseParallel(),
-        "feed_forward.w3": ColwiseParallel(),
-        "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE_SHARD),
+        "ffn_norm": SequenceParallel(use_local_output=experts),
     }
+    if not experts:
+        plan["feed_forward"] = PrepareModuleInput(
+            input_layouts=(SEQUENCE_SHARD,), desired_input_layouts=(REPLICATED,)
+        )
+        plan["feed_forward.w1"] = ColwiseParallel()
+        plan["feed_forward.w3"] = ColwiseParallel()
+        plan["feed_forward.w2"] = RowwiseParallel(output_layouts=SEQUENCE_SHARD)
     # These norms act on each head (B, S, H/tp, Dh); weights are replicated, as for the other norms
     if qk_norm:
         for name in ("attention.q_norm", "attention.k_norm"):
@@ -135,7 +137,8 @@ def apply_tp(model: Llama, mesh: DeviceMesh, async_tp: bool) -> None:
     """Shards a part of the model over the tp axis."""
     parallelize_module(model, mesh, ends_plan(model))
     for block in model.layers.values():
-        parallelize_module(block, mesh, block_plan(model.config.qk_norm))
+        plan = block_plan(model.config.qk_norm, model.config.num_experts > 0)
+        parallelize_module(block, mesh, plan)
     if isinstance(model.tok_embeddings, nn.Embedding):
         # The embedding's reduce-scatter is still in flight here, and a compiled block that receives
         # such a tensor computes a wrong gradient for the embedding (torch 2.13); a copy waits for

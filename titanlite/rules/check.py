@@ -30,6 +30,8 @@ RULES: tuple[Rule, ...] = (
     excludes.compiler,
     divides.reshard_group,
     divides.tensor_parallel,
+    divides.expert_parallel,
+    excludes.experts,
     excludes.ring_attention,
     divides.context_parallel,
     divides.pipeline_stages,

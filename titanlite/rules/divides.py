@@ -73,9 +73,10 @@ def tensor_parallel(config: Config, llama: LlamaConfig, degrees: dict[str, int])
     sizes = {
         "model.num_heads": llama.num_heads,
         "model.num_kv_heads": llama.num_kv_heads,
-        "model.ffn_dim": llama.ffn_dim,
         "model.vocab_size": llama.vocab_size,
     }
+    if not llama.num_experts:  # experts are not cut
+        sizes["model.ffn_dim"] = llama.ffn_dim
     if config.training.seq_len % cp == 0:  # otherwise `context_parallel` reports it
         name = "training.seq_len / parallel.cp" if cp > 1 else "training.seq_len"
         sizes[name] = config.training.seq_len // cp
@@ -86,6 +87,25 @@ def tensor_parallel(config: Config, llama: LlamaConfig, degrees: dict[str, int])
         yield (
             f"parallel.tp = {tp} does not divide {' and '.join(broken)}; "
             f"nearest that divide all: {fitting}"
+        )
+
+
+def expert_parallel(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
+    """Requires that ep divides dp_shard x cp and the number of experts."""
+    ep = config.parallel.ep
+    if ep == 1:
+        return
+    if not llama.num_experts:
+        yield f"parallel.ep = {ep}: model.num_experts = 0, a dense model; expected parallel.ep = 1"
+        return
+    shards = degrees["dp_shard"] * degrees["cp"]
+    sizes = {"parallel.dp_shard x parallel.cp": shards, "model.num_experts": llama.num_experts}
+    broken = [f"{name} = {size}" for name, size in sizes.items() if size % ep]
+    if broken:
+        fitting = nearest(ep, lambda n: all(size % n == 0 for size in sizes.values()), shards)
+        yield (
+            f"parallel.ep = {ep} does not divide {' and '.join(broken)}; "
+            f"nearest that divide both: {fitting}"
         )
 
 

@@ -137,6 +137,23 @@ def noise_scale(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> 
         )
 
 
+def experts(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
+    """Refuses what is not made for a mixture of experts."""
+    if not llama.num_experts:
+        return
+    if config.float8.enabled:
+        yield (
+            f"float8.enabled = true with model.num_experts = {llama.num_experts}: products of "
+            "experts in float8 are not supported; expected float8.enabled = false"
+        )
+    frozen = config.training.frozen_patterns
+    if frozen and config.loss.router_aux_loss:
+        yield (
+            f"loss.router_aux_loss = {config.loss.router_aux_loss:g} with training.frozen: it "
+            "counts in the backward, which frozen blocks do not have; expected 0"
+        )
+
+
 def float8(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
     """Requires bfloat16 for float8 with one scale per row, whose products are bfloat16."""
     section = config.float8

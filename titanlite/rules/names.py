@@ -111,6 +111,8 @@ def lora(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterato
         yield f"lora.alpha = {config.lora.alpha:g}: adapters times 0 learn nothing; expected more"
     targets = config.lora.target_names
     layers = [name.rpartition(".")[2] for name in BLOCK_LINEAR]
+    if llama.num_experts:  # experts have no adapters
+        layers = [name for name in layers if name not in ("w1", "w2", "w3")]
     for name in targets:
         if name not in layers:
             hint = suggestion(name, layers)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from titanlite.config.schema import Config
+from titanlite.model.flavors import LlamaConfig
 from titanlite.rules.degrees import needs_fsdp, num_processes
 
 
@@ -22,11 +23,11 @@ class Technique(NamedTuple):
     keys: str  # with spaces between them
 
 
-def unused_settings(config: Config, degrees: dict[str, int]) -> list[str]:
+def unused_settings(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> list[str]:
     """Writes a message for each key that was changed although its technique is not used."""
     defaults = Config()
     messages = []
-    for technique in _techniques(config, degrees):
+    for technique in _techniques(config, llama, degrees):
         if technique.used:
             continue
         for name in technique.keys.split():
@@ -39,7 +40,7 @@ def unused_settings(config: Config, degrees: dict[str, int]) -> list[str]:
     return messages
 
 
-def _techniques(config: Config, degrees: dict[str, int]) -> list[Technique]:
+def _techniques(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> list[Technique]:
     """Lists the techniques that have their own keys, in the order of the messages."""
     fsdp = needs_fsdp(config.parallel, num_processes(degrees))
     optimizer = config.optimizer
@@ -58,6 +59,7 @@ def _techniques(config: Config, degrees: dict[str, int]) -> list[Technique]:
     row = Technique
     return [
         row(degrees["pp"] > 1, "parallel.pp = 1", "parallel", pp_keys),
+        row(llama.num_experts > 0, "a dense model", "loss", "router_aux_loss"),
         row(degrees["cp"] > 1, "parallel.cp = 1", "parallel", "cp_method"),
         row(mode in ("full", "selective"), f"recompute.mode = {mode}", "recompute", "every"),
         row(mode == "memory_budget", "recompute.mode is not memory_budget", "recompute", "budget"),

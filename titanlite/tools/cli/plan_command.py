@@ -219,6 +219,11 @@ def model_of(config: Config) -> LlamaConfig:
         from titanlite.tokenizer.tokenizer import named_tokenizer  # for its vocabulary size
 
         llama = resolve_flavor(config.model, named_tokenizer(config.data.tokenizer).size)
+    if llama.num_experts:
+        raise ConfigError(
+            f"model.num_experts = {llama.num_experts}: plan and explain know dense models only; "
+            "expected one"
+        )
     return llama
 
 

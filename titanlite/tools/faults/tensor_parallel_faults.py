@@ -39,8 +39,8 @@ def norm_gradient_not_reduced() -> AbstractContextManager[None]:
             norm.forward = functools.partial(local_norm, norm, device_mesh)  # type: ignore[method-assign]
             return norm
 
-    plan = {**block_plan(qk_norm=False), "attention_norm": LocalGradient()}
-    return replaced(tensor_parallel, "block_plan", lambda qk_norm: plan)
+    plan = {**block_plan(qk_norm=False, experts=False), "attention_norm": LocalGradient()}
+    return replaced(tensor_parallel, "block_plan", lambda qk_norm, experts: plan)
 
 
 def partial_sums_not_reduced() -> AbstractContextManager[None]:
@@ -50,10 +50,10 @@ def partial_sums_not_reduced() -> AbstractContextManager[None]:
             whole = DTensor.from_local(out.to_local(), mesh, [Replicate()])  # it is Partial()
             return whole.redistribute(placements=[SEQUENCE_SHARD]).to_local()
 
-    plan = block_plan(qk_norm=False)
+    plan = block_plan(qk_norm=False, experts=False)
     for name in ("attention.wo", "feed_forward.w2"):
         plan[name] = NotReduced(output_layouts=SEQUENCE_SHARD)
-    return replaced(tensor_parallel, "block_plan", lambda qk_norm: plan)
+    return replaced(tensor_parallel, "block_plan", lambda qk_norm, experts: plan)
 
 
 def chunked_gradient_not_reduced() -> AbstractContextManager[None]:

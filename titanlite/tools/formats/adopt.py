@@ -78,6 +78,10 @@ def keys_of(model: LlamaConfig, path: Path) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "rope_scaling": "none",
     }
+    if model.num_experts:
+        keys["num_experts"] = model.num_experts
+        keys["experts_per_token"] = model.experts_per_token
+        keys["expert_ffn_dim"] = model.expert_ffn_dim
     scaling = model.rope_scaling
     if scaling is None:
         return keys

@@ -119,6 +119,11 @@ def family_of(config: LlamaConfig) -> str:
 
     Raises ConfigError if none has.
     """
+    if config.num_experts:
+        raise ConfigError(
+            f"model.num_experts = {config.num_experts}: --to hf and gguf write dense models; "
+            "allowed for a mixture of experts: titanlite, dcp, safetensors, torch"
+        )
     if config.qkv_bias and config.qk_norm:
         raise ConfigError(
             "model.qkv_bias with model.qk_norm: transformers has no such model; "

@@ -67,6 +67,7 @@ class Description(NamedTuple):
     qkv_bias: bool
     qk_norm: bool
     tied: bool
+    experts_per_token: int = 0  # 0: one feed-forward
 
 
 def described(config: LlamaConfig) -> Description:
@@ -86,6 +87,7 @@ def described(config: LlamaConfig) -> Description:
         qkv_bias=config.qkv_bias,
         qk_norm=config.qk_norm,
         tied=config.tied_embeddings,
+        experts_per_token=config.experts_per_token if config.num_experts else 0,
     )
 
 
@@ -145,11 +147,35 @@ def second_logits(model: Description, read: Weights, tokens: Tensor, half_split:
         x = x + attended.flatten(1) @ read(layer + "attention.wo.weight").T
 
         h = normed(x, layer + "ffn_norm.weight")
-        gate = h @ read(layer + "feed_forward.w1.weight").T
-        hidden = gate * torch.sigmoid(gate) * (h @ read(layer + "feed_forward.w3.weight").T)
-        x = x + hidden @ read(layer + "feed_forward.w2.weight").T
+        names = [f"{layer}feed_forward.{name}.weight" for name in ("w1", "w2", "w3")]
+        if model.experts_per_token:
+            scores = h @ read(layer + "feed_forward.router.weight").T
+            names = [name.replace("forward.", "forward.experts.") for name in names]
+            x = x + mixed(h, scores, [read(name) for name in names], model.experts_per_token)
+        else:
+            x = x + gated(h, *(read(name) for name in names))
     x = normed(x, "norm.weight")
     return read.project(x, model.tied)
+
+
+def gated(h: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """A feed-forward of the norm's output h (n, D)."""
+    gate = h @ w1.T
+    return (gate * torch.sigmoid(gate) * (h @ w3.T)) @ w2.T
+
+
+def mixed(h: Tensor, scores: Tensor, experts: list[Tensor], most: int) -> Tensor:
+    """The `most` experts with the highest scores (S, E) of each token, weighted by the softmax of
+    these scores.
+    """
+    w1, w2, w3 = experts
+    result = torch.zeros_like(h)
+    for token, of_token in enumerate(scores):
+        best = of_token.topk(most)
+        for share, expert in zip(best.values.softmax(0), best.indices, strict=True):
+            output = gated(h[token : token + 1], w1[expert], w2[expert], w3[expert])
+            result[token] += share * output[0]
+    return result
 
 
 def _unscaled_share(

@@ -264,6 +264,7 @@ class Llama(Target):
         state = export.state
         model = state.model
         others = {
+            f"{model.num_experts} experts": model.num_experts != 0,
             "biases of q, k and v": model.qkv_bias,
             "norms of q and k": model.qk_norm,
             f"heads of width {model.head_dim}": model.explicit_head_dim != 0,

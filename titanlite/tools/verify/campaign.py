@@ -88,6 +88,7 @@ def reference_key(config: Config, llama: LlamaConfig) -> tuple[object, ...]:
         config.optimizer,
         config.ema,
         config.loss.z_loss,
+        config.loss.router_aux_loss,
         config.float8,
         config.lora,
         config.run.seed,

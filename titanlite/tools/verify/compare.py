@@ -39,6 +39,7 @@ from titanlite.distributed.torch_private import num_compiled_graphs
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 from titanlite.optim.loss_scale import LossScale
+from titanlite.optim.router_balance import RouterBalance
 from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.float8 import apply_float8
 from titanlite.parallel.lora import apply_dropout, apply_lora
@@ -46,6 +47,7 @@ from titanlite.parallel.parallelize import assign_shard, build_model_parts, free
 from titanlite.parallel.step import Unmeasured, build_step_parts, optimizer_step
 from titanlite.rules.check import check_layout
 from titanlite.rules.compiled import compiles_loss
+from titanlite.tools.verify.routing import Routing
 from titanlite.tools.verify.updates import Updates, clip
 
 STEPS = 5
@@ -111,9 +113,13 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
     norms: list[float] = []
     first_gradients: dict[str, Tensor] = {}
     averages = {name: p.detach().double() for name, p in model.named_parameters()}
+    routing = Routing(model, config.loss.router_aux_loss)
+    chosen: list[dict[str, Tensor]] = []
     for step in range(STEPS):
         batch = make_batch(step, config, llama.vocab_size).apply(lambda tensor: tensor.to(device))
-        losses.append(train_on_tokens(model, batch, config.loss.z_loss))
+        losses.append(train_on_tokens(model, batch, config.loss.z_loss, routing))
+        routing.finish_step()
+        chosen.append(dict(routing.chosen))
         squares = 0.0
         for name, parameter in model.named_parameters():
             if parameter.grad is None:
@@ -134,12 +140,15 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
         "gradient": first_gradients,
         "parameters": dict(model.named_parameters()),
         "averages": averages,
+        "chosen": chosen,
     }
     torch.save(results, path)
 
 
-def train_on_tokens(model: Llama, batch: Batch, z_loss: float) -> float:
-    """Adds to the gradients; returns the mean loss of the targets, each document alone."""
+def train_on_tokens(model: Llama, batch: Batch, z_loss: float, routing: Routing) -> float:
+    """Adds to the gradients; returns the mean loss of the targets, each document alone, without the
+    auxiliary loss of routers.
+    """
     num_targets = int((batch.labels != IGNORED).sum())
     total = 0.0
     for document in split_documents(batch):
@@ -152,7 +161,7 @@ def train_on_tokens(model: Llama, batch: Batch, z_loss: float) -> float:
         log_sums = logits.exp().sum(dim=-1).log()
         squares = z_loss * log_sums.square()[labels != IGNORED].sum()
         loss = entropy / num_targets + squares / num_targets
-        loss.backward()
+        (loss + routing.loss(batch.tokens.numel())).backward()
         total += loss.item()
     return total
 
@@ -212,7 +221,7 @@ def measure_steps(config: Config, llama: LlamaConfig, path: Path) -> Differences
     constant = ScheduleConfig(name="constant", warmup_steps=0)
     config = dataclasses.replace(config, schedule=constant)
     compiled = decide_compile(config, llama, degrees, device)
-    mesh = Mesh(device.type, degrees, config.comm.timeout_seconds)
+    mesh = Mesh(device.type, degrees, config.comm.timeout_seconds, config.parallel.ep)
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
     model_parts = build_model_parts(model, config, mesh, device, compiled)
@@ -237,6 +246,8 @@ def measure_steps(config: Config, llama: LlamaConfig, path: Path) -> Differences
         differences.loss.append(abs(float(loss) / expected["loss"][step] - 1))
         norm_ratio = float(result.grad_norm) / expected["grad_norm"][step]
         differences.grad_norm.append(abs(norm_ratio - 1))
+        if training.compute_dtype == "float32":  # rounding may turn a near tie
+            compare_choices(parts.balance, expected["chosen"][step])
         graphs.append(num_compiled_graphs() if compiles else 0)
     differences.gradient = first_gradients.difference
     if graphs[-1] > graphs[1]:
@@ -251,6 +262,17 @@ def measure_steps(config: Config, llama: LlamaConfig, path: Path) -> Differences
         difference = largest_difference(averages, expected["averages"])
         differences.parameters = larger(differences.parameters, difference)
     return differences
+
+
+def compare_choices(balance: RouterBalance, expected: dict[str, Tensor]) -> None:
+    """Raises RuntimeError unless each expert was chosen as often as in the reference."""
+    for name, layer in balance.layers.items():
+        counts = (layer.load * balance.tokens).round().long().cpu()
+        if not counts.equal(expected[name]):
+            raise RuntimeError(
+                f"layers.{name}: the experts were chosen {counts.tolist()} times; expected "
+                f"{expected[name].tolist()}"
+            )
 
 
 class FirstGradients(Unmeasured):

@@ -17,7 +17,7 @@ from titanlite.config.schema import PP_SCHEDULES
 from titanlite.model.flavors import resolve_flavor
 from titanlite.rules.degrees import AXES
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.verify.ladder import make_case, reason_not_fitting
+from titanlite.tools.verify.ladder import EXPERTS, make_case, reason_not_fitting
 
 ATTEMPTS = 100  # per layout; of those drawn for `debug` on 4 processes 64 % fit
 PROBABILITY = 0.2
@@ -32,6 +32,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "pp_schedule": tuple(name for name in PP_SCHEDULES if name != "1F1B"),
     "pp_microbatch_size": ("2",),
     "pp_split": ("output",),
+    "ep": ("2", "4"),  # with experts
     "recompute.mode": ("full", "selective", "memory_budget"),
     "recompute.every": ("2",),
     "recompute.offload": ("true",),
@@ -111,6 +112,8 @@ def draw(generator: random.Random, processes: int, compiler: str) -> str:
         value = generator.choice(values)
         if drawn and NEEDS.get(key, key) in {*options, key}:
             options[key] = value
+    if "ep" in options:
+        options |= EXPERTS
     by_compiler = options.get("recompute.mode") == "memory_budget"
     if by_compiler or "compile.enabled" in options or "compile.loss" in options:
         options["compile.backend"] = compiler

@@ -32,6 +32,13 @@ QUICK = 4  # the largest number of processes with --quick
 # The sections of the config that describe a layout
 LAYOUT = ("parallel", "recompute", "compile", "ema", "loss")
 RECOMPUTE_MODES = ("full", "selective", "memory_budget")
+# A mixture of experts in place of the feed-forward, with its auxiliary loss
+EXPERTS = {
+    "model.num_experts": "4",
+    "model.experts_per_token": "2",
+    "model.expert_ffn_dim": "96",
+    "loss.router_aux_loss": "0.1",
+}
 TWO_RANKS = ("dp_shard=2", "tp=2", "cp=2", "pp=2")  # each axis alone
 
 
@@ -97,11 +104,11 @@ def make_case(arguments: list[str], layout: str, device: str) -> Case:
     # A multiple of what all ranks read at once; with one data-parallel rank, two local batches
     at_once = local_batch_size * data_size
     global_batch_size = math.ceil(SEQUENCES / at_once) * at_once
-    # The layout of `arguments` is replaced by the defaults, but for z_loss, which is no layout
+    # The layout of `arguments` is replaced by the defaults, but for the terms of the loss
     options: dict[str, str] = {}
     for section in LAYOUT:
         for field in dataclasses.fields(sections()[section]):
-            if field.name != "z_loss":
+            if field.name not in ("z_loss", "router_aux_loss"):
                 options[f"{section}.{field.name}"] = json.dumps(field.default).strip('"')
     options |= {f"parallel.{axis}": degree for axis, degree in degrees.items()}
     options["training.global_batch_size"] = str(global_batch_size)
@@ -151,6 +158,7 @@ def ladder(processes: int, quick: bool, device: str) -> list[str]:
     names += averages(processes, quick)
     names += techniques(quick, compiler)
     names += losses(processes, quick, compiler)
+    names += experts(processes, quick, compiler)
     if not quick:
         names += dtypes()
         names += families(processes)
@@ -358,6 +366,73 @@ def dropout(processes: int, compiler: str, lora: str) -> list[str]:
     if processes >= 4:
         layouts.append("dp_shard=2,tp=2")
     return each(layouts, [f"{lora},lora.dropout=0.1"])
+
+
+def experts(processes: int, quick: bool, compiler: str) -> list[str]:
+    """Layouts of a model with experts, most of them divided over ep.
+
+    Not in lower precision: rounding turns near ties of a router, and so a token's experts.
+    """
+    mixture = ",".join(f"{key}={value}" for key, value in EXPERTS.items())
+    alone = "dp_shard=2,ep=2"
+    if quick:
+        names = [alone, "tp=2", "pp=2"]
+        if processes >= 4:
+            names += ["dp_shard=2,ep=2,tp=2", "dp_shard=2,cp=2,ep=4"]
+        return each(names, [mixture])
+    compiled = f"compile.enabled,compile.backend={compiler}"
+    names = [*TWO_RANKS, "dp_replicate=2", "cp=2,ep=2", "cp=2,cp_method=ulysses,ep=2"]
+    recompute = ["recompute.mode=full", "recompute.mode=selective"]
+    sharding = [option for option in sharding_options(quick) if "bfloat16" not in option]
+    options = [
+        *sharding,
+        *recompute,
+        compiled,
+        f"recompute.mode=memory_budget,{compiled}",
+        "data.document_mask",
+        "ema.decay=0.9",
+        "loss.num_chunks=3",
+        "loss.z_loss=1e-2",
+        "optimizer.name=muon",
+        "optimizer.clip=agc",
+        "lora.rank=4",
+        "model.embeddings=untied,model.qkv_bias=true",
+        "model.qk_norm=true,model.head_dim=40",
+        "model.sliding_window=7",
+        "model.num_experts=8,model.experts_per_token=3",
+    ]
+    names += [alone, *each([alone], options)]
+    names += each(["tp=2"], [*recompute, compiled, "optimizer.name=muon,optimizer.clip=agc"])
+    names += each(["pp=2"], ["pp_schedule=ZBVZeroBubble", "recompute.mode=full"])
+    if processes >= 4:
+        names += [
+            "dp_shard=4,ep=2",
+            "dp_shard=4,ep=4",
+            "dp_shard=2,ep=2,dp_replicate=2",
+            "dp_shard=2,ep=2,dp_replicate=2,optimizer.name=muon",
+            "dp_shard=2,ep=2,tp=2",
+            "dp_shard=2,ep=2,tp=2,recompute.mode=full",
+            "dp_shard=2,ep=2,tp=2,optimizer.name=muon,optimizer.clip=agc",
+            "dp_shard=2,cp=2,ep=2",
+            "dp_shard=2,cp=2,ep=4",
+            "dp_shard=2,cp=2,ep=4,recompute.mode=selective",
+            "cp=2,ep=2,tp=2",
+            *each(
+                ["dp_shard=2,ep=2,pp=2"],
+                [f"pp_schedule={name}" for name in ("1F1B", "GPipe", *SPLIT_BACKWARD)],
+            ),
+            "cp=2,ep=2,pp=2",
+        ]
+    if processes >= 8:
+        names += ["dp_shard=2,ep=2,tp=2,pp=2", "dp_replicate=2,dp_shard=2,cp=2,ep=4"]
+    return [with_experts(name, mixture) for name in names]
+
+
+def with_experts(layout: str, mixture: str) -> str:
+    """Adds the keys of the mixture that the layout does not set."""
+    keys = {word.partition("=")[0] for word in layout.split(",")}
+    added = [word for word in mixture.split(",") if word.partition("=")[0] not in keys]
+    return ",".join([layout, *added])
 
 
 def documents(processes: int, quick: bool, compiler: str) -> list[str]:

@@ -29,14 +29,14 @@ class Updates:
                 continue
             lr = options.lr
             decay = 0.0
-            linear = parameter.ndim == 2 and name != "tok_embeddings.weight"
+            linear = parameter.ndim >= 2 and name != "tok_embeddings.weight"
             if linear or options.decayed == "all":
                 decay = options.weight_decay
             groups = [group for group in options.groups if fnmatchcase(name, group.pattern)]
             for group in groups[:1]:  # the first that matches; a negative value means unset
                 lr = group.lr if group.lr >= 0 else lr
                 decay = group.weight_decay if group.weight_decay >= 0 else decay
-            if options.name == "muon" and name.startswith("layers.") and parameter.ndim == 2:
+            if options.name == "muon" and name.startswith("layers.") and parameter.ndim >= 2:
                 self.muon.append((name, parameter, lr, decay))
             else:
                 adamw.append({"params": [parameter], "lr": lr, "weight_decay": decay})
@@ -50,14 +50,18 @@ class Updates:
         mu = self.options.muon_momentum
         for name, weight, lr, decay in self.muon:
             assert weight.grad is not None
-            rows, columns = weight.shape
+            rows, columns = weight.shape[-2:]
             momentum = self.momentum.get(name, 0.0) * mu + weight.grad
             self.momentum[name] = momentum
             if self.options.muon_scale == "original":
                 size = max(1.0, rows / columns)
             else:
                 size = 0.04 * max(rows, columns)  # the update's rms becomes 0.2, as AdamW's
-            update = newton_schulz(weight.grad + mu * momentum)  # Nesterov
+            nesterov = weight.grad + mu * momentum
+            if weight.ndim == 3:  # a matrix for each expert
+                update = torch.stack([newton_schulz(matrix) for matrix in nesterov])
+            else:
+                update = newton_schulz(nesterov)
             weight.sub_(lr * decay * weight + lr * size**0.5 * update)
 
 

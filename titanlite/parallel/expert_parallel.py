@@ -1,0 +1,139 @@
+"""Expert parallel (GShard, arXiv 2006.16668): each rank holds some of the experts of a block, and
+tokens travel to them.
+
+What it is: the E experts of a block are cut over `ep` of the ranks that otherwise read different
+tokens (dp_shard x cp): each holds E/ep experts. A rank routes its own tokens; an all-to-all sends
+each row to the rank that holds its expert, which computes it, and a second all-to-all returns the
+result. Attention and everything else stay as they are, so ep is no factor of the number of ranks.
+
+    E = 4, ep = 2      rank 0: experts 0, 1    rank 1: experts 2, 3
+    rank 0 has rows for experts 0 0 1 3: it keeps three, and sends one to rank 1
+    rank 1 receives rows for expert 3 from rank 0 and for 2 2 3 from itself, and sorts them by
+    expert: 2 2 3 3
+
+Gradients: an expert's rank computes the tokens of all ep ranks, so its gradient is already summed
+over them. It is summed over the ranks that hold the same experts, dp_replicate x expert_shard, by
+FSDP, which also divides the experts' weights over expert_shard = dp_shard x cp / ep ranks.
+
+With tp, experts are whole on each rank of the axis, not cut over it: sequence parallel has divided
+the tokens over these ranks (B, S/tp, D), so each routes its own, and a row computes with a whole
+expert. To cut experts over tp would need an all-gather of the tokens before and a reduce-scatter
+after them, and would make their matrices, which are small, smaller still. The gradients of router
+and experts are summed over tp, as those of norms are.
+
+Why it is here: a model of many experts needs more memory than compute, and without ep FSDP gathers
+all experts of a block on every rank. What it costs, per rank, block and local batch, for R = T k
+rows: two all-to-alls in the forward and two in the backward, each b R D (ep-1)/ep bytes if experts
+are chosen equally often, and one of E numbers, the counts, for which the host waits. Recomputation
+repeats those of the forward. A rank whose experts are chosen more often computes longer, and needs
+more memory; the others wait.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+from titanlite.distributed.mesh import Mesh
+from titanlite.model.moe import ExpertLinear, Experts, MixtureOfExperts, multiply
+
+if TYPE_CHECKING:
+    from titanlite.model.llama import Llama
+
+
+def apply_ep(model: Llama, mesh: Mesh) -> None:
+    """Divides the experts of each block over ep, and sums gradients of router and experts over tp.
+
+    Without both it changes nothing.
+    """
+    for block in model.layers.values():
+        moe = block.feed_forward
+        assert isinstance(moe, MixtureOfExperts)
+        if mesh["tp"].size() > 1:
+            # The router's input (B, S/tp, D) and output (B, S/tp, E) are plain tensors
+            style = SequenceParallel(use_local_output=True)
+            parallelize_module(moe.router, mesh["tp"], style)
+        if mesh.ep > 1:
+            _place(moe.experts, mesh["ep", "tp"], [Shard(0), Replicate()])
+            experts: nn.Module = moe.experts
+            experts.forward = functools.partial(compute_elsewhere, moe.experts, mesh["ep"])
+        elif mesh["tp"].size() > 1:
+            _place(moe.experts, mesh["tp"], [Replicate()])
+
+
+def _place(experts: Experts, mesh: DeviceMesh, placements: list[Any]) -> None:
+    """Makes the experts' weights DTensors, and their products those of the local parts."""
+    for linear in (experts.w1, experts.w2, experts.w3):
+        weight = distribute_tensor(linear.weight, mesh, placements, src_data_rank=None)
+        linear.weight = nn.Parameter(weight)
+        module: nn.Module = linear
+        module.forward = functools.partial(multiply_local, linear)
+
+
+def multiply_local(linear: ExpertLinear, rows: Tensor, ends: Tensor) -> Tensor:
+    """Multiplies rows (R, in) with this rank's experts; ends (E/ep,)."""
+    weight = linear.weight
+    assert isinstance(weight, DTensor)
+    # Ranks along tp compute different tokens with the same weight: a gradient is a term of a sum
+    gradient = [Partial() if p == Replicate() else p for p in weight.placements]
+    local = weight.to_local(grad_placements=gradient)
+    return multiply(rows, local, ends)
+
+
+def compute_elsewhere(experts: Experts, mesh: DeviceMesh, rows: Tensor, counts: Tensor) -> Tensor:
+    """Computes rows (R, D), sorted by expert, on the ranks that hold their experts.
+
+    counts (E,): this rank's rows for each expert. Returns (R, D) in the order of `rows`.
+    """
+    ep = mesh.size()
+    group = mesh.get_group()
+    local = len(counts) // ep  # experts per rank
+    received = torch.empty_like(counts)  # (ep * E/ep): from each rank, rows for each expert here
+    dist.all_to_all_single(received, counts.contiguous(), group=group)
+    # The host waits here: the sizes of the messages are numbers of the host
+    sent_to = counts.unflatten(0, (ep, local)).sum(dim=1).tolist()
+    got_from = received.unflatten(0, (ep, local)).sum(dim=1).tolist()
+
+    arrived = AllToAll.apply(rows, sent_to, got_from, group)  # sorted by rank, then by expert
+    numbers = torch.arange(local, device=rows.device).repeat(ep)  # the expert of each run of rows
+    order = numbers.repeat_interleave(received).argsort(stable=True)  # by expert, then by rank
+    own_counts = received.unflatten(0, (ep, local)).sum(dim=0)  # (E/ep,)
+    outputs = Experts.forward(experts, arrived[order], own_counts)
+    returned: Tensor = AllToAll.apply(outputs[order.argsort()], got_from, sent_to, group)
+    return returned
+
+
+class AllToAll(torch.autograd.Function):
+    """Sends consecutive rows to each rank, and receives rows from each; the backward reverses it.
+
+    In the forward: rows (R, D), the number of rows to send to and to receive from each rank of the
+    group -> (R', D), sorted by the rank that they come from.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.sizes = (sent, received, group)
+        return exchange(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received, group = ctx.sizes
+        return exchange(gradient, received, sent, group), None, None, None
+
+
+def exchange(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Makes one all-to-all of rows (R, D) with these sizes."""
+    result = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+    return result
