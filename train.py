@@ -37,7 +37,6 @@ from titanlite.bridge.tools import (
     write_export,
     write_report,
 )
-from titanlite.checkpoint.folders import require_initial_load
 from titanlite.checkpoint.manager import Checkpointer, Diverged
 from titanlite.checkpoint.run_facts import RunFacts
 from titanlite.checkpoint.state import (
@@ -80,6 +79,7 @@ from titanlite.probes.noise_scale import NoiseScale
 from titanlite.probes.probes import Probes
 from titanlite.probes.samples import Sampler
 from titanlite.rules.check import check_layout
+from titanlite.rules.paths import require_initial_load
 from titanlite.runtime.errors import EXIT_CONFIG, ConfigError, JoinError, StorageError
 from titanlite.runtime.failure import report_failure
 from titanlite.runtime.garbage import GarbageCollection

@@ -21,15 +21,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import secrets
 import shutil
 from pathlib import Path
 
 from titanlite.checkpoint.manifest import NAME
-from titanlite.config.mistakes import hub_advice
-from titanlite.config.schema import Config
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import make_folder, sync_folder
 
@@ -66,20 +63,6 @@ def find_step_folder(path: Path) -> Path:
     raise ConfigError(
         f"{path}: no checkpoint; expected a run's folder (outputs/<run>) or a step's "
         "(checkpoints/step-N)"
-    )
-
-
-def require_initial_load(config: Config) -> None:
-    """Raises ConfigError if the weights that a run begins with are not there.
-
-    A run that has a checkpoint needs them only under adapters.
-    """
-    path = config.checkpoint.initial_load
-    resumes = bool(list_steps(Path(config.run.folder, config.run.name, "checkpoints")))
-    if not path or (resumes and config.lora.rank == 0) or os.path.exists(path):
-        return
-    raise ConfigError(
-        f"checkpoint.initial_load = {path!r}: no such file or folder{hub_advice(path)}"
     )
 
 

@@ -17,12 +17,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from titanlite.checkpoint.folders import require_initial_load
 from titanlite.config.load import load_config, program_folder
 from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.rules.check import check_layout
 from titanlite.rules.degrees import resolve_degrees
+from titanlite.rules.paths import require_initial_load
 from titanlite.runtime.errors import EXIT_CONFIG, EXIT_STOPPED, LAUNCHED, ConfigError
 from titanlite.runtime.interpreter import without_package
 from titanlite.sinks.installed import require_installed
