@@ -397,10 +397,15 @@ def pipeline_stage_class() -> type[PipelineStage]:
 
 
 def move_buffers(infos: Iterable[Any], device: torch.device | str) -> None:
-    """Replaces the buffer of each of torch's `_RecvInfo` by an empty one. Checked: 2.13."""
+    """Replaces the buffer of each of torch's `_RecvInfo` by an empty one on `device`.
+
+    What has no gradient has no buffer for it. Checked: 2.13.
+    """
     for info in infos:
-        requires_grad = info.buffer.requires_grad
-        info.buffer = torch.empty_like(info.buffer, device=device).requires_grad_(requires_grad)
+        if info.buffer is not None:
+            requires_grad = info.buffer.requires_grad
+            buffer = torch.empty_like(info.buffer, device=device)
+            info.buffer = buffer.requires_grad_(requires_grad)
 
 
 def join_pretended_group(rank: int, world_size: int) -> None:
