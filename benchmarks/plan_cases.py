@@ -31,13 +31,14 @@ from titanlite.tools.plan.estimate_compute import ORDER
 from titanlite.tools.plan.estimate_memory import (
     CONTEXT_BYTES,
     block_activations,
+    hidden_bytes,
     moments,
     range_fits,
     receive_buffers,
     reserved_bytes,
     sharded_gradients,
 )
-from titanlite.tools.plan.layout import Layout
+from titanlite.tools.plan.layout import Layout, Stage
 from titanlite.tools.plan.machines import MACHINES, Machine
 from titanlite.tools.plan.step_time import (
     FASTEST,
@@ -278,18 +279,24 @@ class Case:
         for rank in self.counts.ranks:
             stages = layout.stages_of(rank.pp_rank)
             changed = [
-                self._as_in_trainer(moment, layout, receive_buffers(layout, stages, rank.pp_rank))
+                self._as_in_trainer(moment, layout, stages, rank.pp_rank)
                 for moment in moments(layout, stages, rank.pp_rank)
             ]
             fullest = max(changed, key=lambda moment: moment.total)
             found.append((fullest, sharded_gradients(rank, self.counts.degrees)))
         return found
 
-    def _as_in_trainer(self, moment: Memory, layout: Layout, messages: int) -> Memory:
-        """The memory of a moment, with what this trainer does in another way than ours.
-
-        `messages`: the bytes of our receive buffers.
-        """
+    def _as_in_trainer(
+        self, moment: Memory, layout: Layout, stages: list[Stage], pp_rank: int
+    ) -> Memory:
+        """The memory of a moment, with what this trainer does in another way than ours."""
+        messages = receive_buffers(layout, stages, pp_rank)
+        if self.is_fsdp2 and layout.pp > 1:
+            # torch's stages before 2.15 have a buffer for each microbatch (pytorch#136380)
+            last = layout.pp * layout.config.parallel.stages_per_process - 1
+            neighbours = sum((stage.index > 0) + (stage.index < last) for stage in stages)
+            of_all = round(neighbours * layout.microbatches * hidden_bytes(layout))
+            return replace(moment, buffers=moment.buffers - messages + of_all)
         if self.trainer == "llm-foundry":
             # Its fused cross entropy replaces logits in bf16 by their gradient; without
             # recomputation its GELU keeps 8 numbers of each 10.7 of our feed-forward (16 of 18.7)
@@ -390,6 +397,7 @@ def case_of(row: dict[str, str]) -> Case:
         "training.seq_len": number(r"(\d+)", row["seq"]),
         "training.compute_dtype": "bfloat16",
         "compile.loss": "false",
+        "loss.num_chunks": 1,
     }
     if not keys["training.seq_len"] or "?" in row["seq"]:
         raise NotExpressed("length of sequences")

@@ -355,15 +355,15 @@ def test_gradients_that_come_later_count_at_the_upper_end():
     assert sharded_gradients(rank, {"dp_shard": 1, "cp": 1}) == 0  # whole tensors
 
 
-def test_stages_receive_into_one_buffer_per_microbatch():
-    """405B on 512 GPUs: a middle rank has two neighbours, 8 KiB per token of a microbatch / tp."""
+def test_a_stage_holds_two_gradients_beside_the_inputs_in_flight():
+    """405B on 512 GPUs with 1F1B, 384 microbatches: 8 KiB per token of a microbatch / tp."""
     options = ("--parallel.pp=16", "--parallel.tp=8", "--parallel.pp_microbatch_size=1")
     options += ("--training.global_batch_size=1536", "--training.local_batch_size=384")
     config, llama = model("llama3_405b", *options)
     layout = layout_of(config, llama, 512)
     one = 8192 * 16384 * 2 / 8
-    assert receive_buffers(layout, layout.stages_of(1), 1) == 2 * 384 * one
-    assert receive_buffers(layout, layout.stages_of(0), 0) == 384 * one
+    assert receive_buffers(layout, layout.stages_of(1), 1) == 2 * one
+    assert receive_buffers(layout, layout.stages_of(15), 15) == one  # of an input
 
 
 def test_a_pipeline_gathers_all_weights_however_they_are_freed():

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from titanlite.parallel.stage_split import most_received
 from titanlite.rules.compiled import compiles_loss
 from titanlite.tools.plan.counts import Memory, RankCounts
 from titanlite.tools.plan.estimate_traffic import muon_numel
@@ -50,7 +51,7 @@ def block_activations(layout: Layout, trained: frozenset[str], repeats: bool) ->
     """
     mode = layout.config.recompute.mode
     whole = _everything(layout, trained)
-    stream = _stream(layout)
+    stream = hidden_bytes(layout)
     if mode == "memory_budget":
         kept = stream + layout.config.recompute.budget * (whole - stream)
         return Kept(kept, whole - kept)
@@ -62,7 +63,7 @@ def block_activations(layout: Layout, trained: frozenset[str], repeats: bool) ->
     return Kept(_selected(layout), whole)
 
 
-def _stream(layout: Layout) -> float:
+def hidden_bytes(layout: Layout) -> float:
     """The residual stream between blocks."""
     return layout.tokens * layout.compute_bytes * layout.llama.dim / layout.tp
 
@@ -88,7 +89,7 @@ def _everything(layout: Layout, trained: frozenset[str]) -> float:
     queries, keys, sums = _attention_sizes(layout)
     hidden = tokens * compute * llama.ffn_dim / layout.tp
 
-    total = 2 * _stream(layout) + 2 * 4 * tokens / layout.tp  # and the norms' factors
+    total = 2 * hidden_bytes(layout) + 2 * 4 * tokens / layout.tp  # and the norms' factors
     if trained & {"wq", "wk", "wv"}:
         total += tokens * operand * llama.dim
     if trained & {"w1", "w3"}:
@@ -148,15 +149,15 @@ def _selected(layout: Layout) -> float:
     queries, keys, sums = _attention_sizes(layout)
     llama = layout.llama
     hidden = layout.tokens * layout.compute_bytes * llama.ffn_dim / layout.tp
-    total = _stream(layout) + queries + keys + queries + sums + hidden
+    total = hidden_bytes(layout) + queries + keys + queries + sums + hidden
     if layout.cp > 1 and layout.config.parallel.cp_method == "ulysses":
         total += 2 * queries + 2 * keys
     if layout.tp > 1:
-        total += _stream(layout)  # of wo, after its reduce-scatter
+        total += hidden_bytes(layout)  # of wo, after its reduce-scatter
     if not layout.compiled:
         total += layout.tokens * layout.compute_bytes * llama.dim  # of w2, before it
         if layout.tp > 1:
-            total += _stream(layout)
+            total += hidden_bytes(layout)
     return total
 
 
@@ -311,33 +312,33 @@ def _kept_activations(layout: Layout, stages: list[Stage], pp_rank: int) -> floa
         for (trained, repeats), count in _blocks(layout, stage).items():
             kept += count * block_activations(layout, trained, repeats).until_backward
         if layout.pp > 1:
-            kept += _stream(layout)  # what is sent, from which the backward begins
+            kept += hidden_bytes(layout)  # what is sent, from which the backward begins
         if stage.has_output:
-            kept += _stream(layout)
+            kept += hidden_bytes(layout)
             if layout.config.loss.num_chunks == 1:
                 kept += layout.tokens * layout.compute_bytes * layout.llama.dim
         total += forwards * kept
     return total
 
 
-def buffers_per_neighbour(layout: Layout, in_flight: int) -> int:
-    """How many messages of a neighbour a stage has memory for.
-
-    torch's stages have it for all microbatches of a local batch, not only for those in flight.
-    """
-    return max(in_flight, layout.microbatches)
-
-
 def receive_buffers(layout: Layout, stages: list[Stage], pp_rank: int) -> int:
-    """Bytes in which the stages of a rank receive hidden states and gradients."""
+    """Bytes of the hidden states and gradients that the stages of a rank have received, beside the
+    inputs of microbatches in flight, which are activations.
+    """
     if layout.pp == 1:
         return 0
-    last = layout.pp * layout.config.parallel.stages_per_process - 1
-    buffers = 0
+    parallel = layout.config.parallel
+    messages = 0
     for stage, in_flight in zip(stages, layout.in_flight(pp_rank), strict=True):
-        neighbours = (stage.index > 0) + (stage.index < last)
-        buffers += neighbours * buffers_per_neighbour(layout, in_flight)
-    return round(buffers * _stream(layout))
+        inputs, gradients = most_received(
+            stage.index,
+            layout.pp,
+            parallel.stages_per_process,
+            parallel.pp_schedule,
+            layout.microbatches,
+        )
+        messages += max(0, inputs - in_flight) + gradients
+    return round(messages * hidden_bytes(layout))
 
 
 @dataclass(frozen=True)
