@@ -200,8 +200,25 @@ SETS_ATTRIBUTES = {
         "self.inner.state",
         "self.inner.state[parameter]",
     },
-    "titanlite/parallel/activation_checkpoint.py": {"block.forward"},
-    "titanlite/parallel/compile.py": {"block.forward"},
+    "titanlite/optim/router_balance.py": {
+        "ctx.layer",
+        "layer.gradient",
+        "layer.sums[0]",
+        "layer.sums[1]",
+        "moe.probabilities",
+    },
+    "titanlite/parallel/activation_checkpoint.py": {
+        "attention.forward",
+        "block.forward",
+        "mixture.forward",
+    },
+    "titanlite/parallel/compile.py": {"compiled.forward"},
+    "titanlite/parallel/expert_parallel.py": {
+        "ctx.sizes",
+        "experts.forward",
+        "linear.weight",
+        "module.forward",
+    },
     "titanlite/parallel/context_parallel.py": {
         "inner_attention.forward",
         "model.document_mask",

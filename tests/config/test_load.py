@@ -228,11 +228,11 @@ def test_every_key_mistyped_by_one_character_is_suggested(key):
     messages = {line.split(":")[0][2:]: line for line in found if "unknown key" in line}
     for typo in typos:
         named = messages[typo].partition("did you mean ")[2].removesuffix("?").split(" or ")
-        # `training.lobal_batch_size` is one letter from two keys, `parallel.p` from three: all are
+        # `training.lobal_batch_size` is one letter from two keys, `parallel.p` from four: all are
         # named
         alike = (
-            {"parallel.pp", "parallel.cp", "parallel.tp"}
-            if key[-2:] in ("pp", "cp", "tp")
+            {"parallel.pp", "parallel.cp", "parallel.tp", "parallel.ep"}
+            if key[-2:] in ("pp", "cp", "tp", "ep")
             else {key}
         )
         assert named == [key] or (key in named and ("batch_size" in key or set(named) <= alike)), (

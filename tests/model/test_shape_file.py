@@ -19,6 +19,9 @@ VALID = [
     ("qk_norm", True),
     ("attention_factor", 0),
     ("sliding_window", 0),
+    ("num_experts", 0),
+    ("experts_per_token", 0),
+    ("expert_ffn_dim", 0),
 ]
 
 
@@ -34,6 +37,17 @@ def test_what_no_model_can_have_is_refused(field, value):
     fields = json.loads(FLAVORS["llama3_1b"].to_json()) | {field: value}
     with pytest.raises((ValueError, TypeError)):
         from_json(json.dumps(fields))
+
+
+@pytest.mark.parametrize("field", ["num_experts", "experts_per_token", "expert_ffn_dim"])
+@pytest.mark.parametrize("value", [*IMPOSSIBLE, 9], ids=lambda value: f"{value!r:.12}")
+def test_impossible_experts_are_refused(field, value):
+    fields = json.loads(FLAVORS["debug_moe"].to_json()) | {"vocab_size": 4112}
+    assert from_json(json.dumps(fields)).experts_per_token == 2
+    if (field, value) in (("num_experts", 0), ("num_experts", 9), ("expert_ffn_dim", 9)):
+        return
+    with pytest.raises((ValueError, TypeError)):
+        from_json(json.dumps(fields | {field: value}))
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(RopeScaling)])

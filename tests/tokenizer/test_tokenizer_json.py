@@ -24,7 +24,7 @@ from messages import refused
 
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.byte_level import merges_of, to_bytes, to_text
-from titanlite.tokenizer.tokenizer import BUNDLED, MAX_TOKEN, Tokenizer
+from titanlite.tokenizer.tokenizer import BUNDLED, MAX_TOKEN, Tokenizer, named_tokenizer
 from titanlite.tokenizer.tokenizer_json import Encoding, convert, encode_alone, find, parse
 from titanlite.tools.formats.huggingface_tokenizer import to_files
 
@@ -523,7 +523,7 @@ def test_all_reasons_are_given_at_once(tmp_path):
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     with refused("data.tokenizer", str(tmp_path), "tokenizer.json"):
-        Tokenizer(tmp_path)
+        named_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.model").write_bytes(BUNDLED.read_bytes())
     assert Tokenizer(tmp_path).size == Tokenizer().size
 

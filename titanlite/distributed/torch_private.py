@@ -361,6 +361,8 @@ def pipeline_stage_class() -> type[PipelineStage]:
             self.device = torch.device("meta")
             metadata = super()._prepare_forward_infra(*args, **kwargs)
             self.device = device
+            if not self.is_first:
+                self.no_inputs = [info.buffer for info in self.args_recv_info[0]]
             return metadata
 
         def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -368,22 +370,23 @@ def pipeline_stage_class() -> type[PipelineStage]:
             self.device = torch.device("meta")
             metadata = super()._prepare_backward_infra(*args, **kwargs)
             self.device = device
+            self.no_gradients = [info.buffer for info in self.grad_recv_info[0]]
             return metadata
 
         def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
             if not self.is_first:
-                move_buffers(self.args_recv_info[fwd_chunk_id], self.device)
+                allocate_buffers(self.args_recv_info[fwd_chunk_id], self.device)
             return super().get_fwd_recv_ops(fwd_chunk_id)
 
         def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
             if not self.is_first:
-                move_buffers(self.args_recv_info[fwd_chunk_id], "meta")
+                replace_buffers(self.args_recv_info[fwd_chunk_id], self.no_inputs)
             return output
 
         def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
             if self.has_backward and not self.is_last:
-                move_buffers(self.grad_recv_info[bwd_chunk_id], self.device)
+                allocate_buffers(self.grad_recv_info[bwd_chunk_id], self.device)
             return super().get_bwd_recv_ops(bwd_chunk_id)
 
         def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -391,21 +394,30 @@ def pipeline_stage_class() -> type[PipelineStage]:
             if not self.has_backward:
                 self.fwd_cache.pop(bwd_chunk_id)
             elif not self.is_last:
-                move_buffers(self.grad_recv_info[bwd_chunk_id], "meta")
+                replace_buffers(self.grad_recv_info[bwd_chunk_id], self.no_gradients)
 
     return StageWithFewBuffers
 
 
-def move_buffers(infos: Iterable[Any], device: torch.device | str) -> None:
-    """Replaces the buffer of each of torch's `_RecvInfo` by an empty one on `device`.
+def allocate_buffers(infos: Iterable[Any], device: torch.device) -> None:
+    """Gives memory to the buffer of each of torch's `_RecvInfo`. Checked: 2.13.
 
-    What has no gradient has no buffer for it. Checked: 2.13.
+    What has no gradient has no buffer for it.
     """
     for info in infos:
         if info.buffer is not None:
-            requires_grad = info.buffer.requires_grad
             buffer = torch.empty_like(info.buffer, device=device)
-            info.buffer = buffer.requires_grad_(requires_grad)
+            info.buffer = buffer.requires_grad_(info.buffer.requires_grad)
+
+
+def replace_buffers(infos: Iterable[Any], buffers: Iterable[Tensor | None]) -> None:
+    """Sets the buffer of each of torch's `_RecvInfo`. Checked: 2.13.
+
+    All microbatches get the same tensors without memory: a new object for each would be allocated
+    in the memory that the loss has freed, which then does not fit the next loss (glibc 2.36).
+    """
+    for info, buffer in zip(infos, buffers, strict=True):
+        info.buffer = buffer
 
 
 def join_pretended_group(rank: int, world_size: int) -> None:

@@ -79,12 +79,12 @@ def checked(config: LlamaConfig) -> LlamaConfig:
     if type(config.window_layers) is not str:
         raise ValueError(f"window_layers = {config.window_layers!r:.40}: expected a text")
     config = with_one_window(config)
-    if type(config.num_experts) is not int or config.num_experts != 0:
-        for name in ("num_experts", "experts_per_token", "expert_ffn_dim"):
+    for name in ("num_experts", "experts_per_token", "expert_ffn_dim"):
+        if type(getattr(config, name)) is not int or getattr(config, name) != 0:
             _require_integer(name, getattr(config, name), LARGEST)
-        problems = expert_problems(config)
-        if problems:
-            raise ValueError(problems[0])
+    problems = expert_problems(config)
+    if problems:
+        raise ValueError(problems[0])
     for name in ("qkv_bias", "qk_norm"):
         if type(getattr(config, name)) is not bool:
             raise ValueError(f"{name} = {getattr(config, name)!r:.40}: expected true or false")

@@ -14,6 +14,7 @@ from messages import refused
 from transformers_models import TOKENS, make
 
 from titanlite.model.flavors import FLAVORS
+from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats import huggingface_config
 from titanlite.tools.formats.convert import Options, convert
 from titanlite.tools.formats.detect_format import open_full_state
@@ -83,7 +84,12 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("flavor", FLAVORS)
+def test_a_mixture_of_experts_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"model\.num_experts = 8: .*safetensors"):
+        to_config(FLAVORS["debug_moe"], 100, "float32")
+
+
+@pytest.mark.parametrize("flavor", [name for name, of in FLAVORS.items() if not of.num_experts])
 def test_a_configuration_of_hugging_face_tells_the_model(flavor, tmp_path):
     config = dataclasses.replace(FLAVORS[flavor], vocab_size=128256)
     fields = to_config(config, 100, "float32")
