@@ -375,7 +375,7 @@ def pipeline_stage_class() -> type[PipelineStage]:
 
         def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
             if not self.is_first:
-                allocate_buffers(self.args_recv_info[fwd_chunk_id], self.device)
+                allocate_buffers(self.args_recv_info[fwd_chunk_id], self.device, self.has_backward)
             return super().get_fwd_recv_ops(fwd_chunk_id)
 
         def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -386,7 +386,7 @@ def pipeline_stage_class() -> type[PipelineStage]:
 
         def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
             if self.has_backward and not self.is_last:
-                allocate_buffers(self.grad_recv_info[bwd_chunk_id], self.device)
+                allocate_buffers(self.grad_recv_info[bwd_chunk_id], self.device, False)
             return super().get_bwd_recv_ops(bwd_chunk_id)
 
         def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -399,7 +399,7 @@ def pipeline_stage_class() -> type[PipelineStage]:
     return StageWithFewBuffers
 
 
-def allocate_buffers(infos: Iterable[Any], device: torch.device) -> None:
+def allocate_buffers(infos: Iterable[Any], device: torch.device, requires_grad: bool) -> None:
     """Gives memory to the buffer of each of torch's `_RecvInfo`. Checked: 2.13.
 
     What has no gradient has no buffer for it.
@@ -407,7 +407,7 @@ def allocate_buffers(infos: Iterable[Any], device: torch.device) -> None:
     for info in infos:
         if info.buffer is not None:
             buffer = torch.empty_like(info.buffer, device=device)
-            info.buffer = buffer.requires_grad_(info.buffer.requires_grad)
+            info.buffer = buffer.requires_grad_(requires_grad)
 
 
 def replace_buffers(infos: Iterable[Any], buffers: Iterable[Tensor | None]) -> None:
