@@ -153,12 +153,8 @@ def main(config: Config) -> int:
     parts.ema.start()  # copies these weights, unless the checkpoint had an average
 
     # 5. Metrics and validation
-    columns = (
-        parts.scaler,
-        parts.guard,
-        parts.balance,
-        noise_scale,
-    )  # each may add values to a logged step
+    # Each may add values to a logged step
+    columns = (parts.scaler, parts.guard, parts.balance, noise_scale)
     metrics = Metrics(config, llama, folder, device, progress, columns, compiled)
     time_waits(metrics.step_times, device)  # wraps torch's functions that wait for other ranks
     plan_check = PlanCheck(functools.partial(compare_with_plan, config, llama, device))

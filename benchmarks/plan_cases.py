@@ -619,7 +619,7 @@ BASE_8B = ["llama3_8b", "--training.seq_len=8192", "--training.local_batch_size=
 BASE_8B += ["--recompute.mode=full", "--loss.num_chunks=8", "--compile.loss=false"]
 LOW = ["--training.param_dtype=bfloat16", "--optimizer.state_dtype=bfloat16"]
 COMPILED_LOSS = ["--compile.loss=true"]
-# Of docs/gpu.md: case of benchmarks/results/2026-11-26-throughput_*.json -> its config
+# The cases of benchmarks/results/2026-11-26-throughput_*.json (docs/gpu.md) -> their configs
 OWN = {
     "1b": BASE_1B,
     "1b, compiled loss, 2 chunks": [*BASE_1B, *COMPILED_LOSS, "--loss.num_chunks=2"],

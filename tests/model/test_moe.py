@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from model_builder import SMALL, small_model
 
 from titanlite.model.flavors import FLAVORS, parameter_shapes
+from titanlite.model.flops import flops_per_token
 from titanlite.model.moe import MixtureOfExperts, choose, count
 
 EXPERTS = dataclasses.replace(
@@ -20,7 +21,7 @@ EXPERTS = dataclasses.replace(
 def by_definition(moe: MixtureOfExperts, token: torch.Tensor) -> torch.Tensor:
     """The output for one token (D,): a loop over its experts."""
     shares = torch.softmax(moe.router.weight @ token, dim=0)
-    best = sorted(range(len(shares)), key=lambda e: -float(shares[e]))[: moe.experts_per_token]
+    best = shares.detach().topk(moe.experts_per_token).indices.tolist()
     total = sum(shares[expert] for expert in best)
     result = torch.zeros_like(token)
     for expert in best:
@@ -66,6 +67,8 @@ def test_parameters_are_counted_with_and_without_the_experts_that_a_token_does_n
     assert EXPERTS.num_parameters == sum(p.numel() for p in model.parameters())
     unused = sum(p.numel() * 4 // 6 for name, p in model.named_parameters() if ".experts." in name)
     assert EXPERTS.num_active_parameters == EXPERTS.num_parameters - unused
+    used = EXPERTS.num_active_parameters - 101 * 32  # the embedding is a lookup
+    assert flops_per_token(EXPERTS, 16) == 6 * used + 12 * 32 * 16 * 3
     qwen = FLAVORS["qwen3_30b_a3b"]
     assert round(qwen.num_parameters / 1e9, 1) == 30.5
     assert round(qwen.num_active_parameters / 1e9, 2) == 3.35

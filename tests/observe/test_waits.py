@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titanlite.observe import waits
 from titanlite.observe.waits import time_streams, time_waits, timed
+from titanlite.parallel.expert_parallel import exchange
 
 CPU, DELAY = torch.device("cpu"), 0.5
 
@@ -103,7 +104,9 @@ OPERATIONS = [
 
 
 def called_collectives() -> dict[str, int]:
-    """The calls of each wrapped collective, in a step of a model that is sharded and replicated."""
+    """The calls of each wrapped collective, in a step of a model that is sharded and replicated,
+    and when rows travel to experts.
+    """
     calls = dict.fromkeys(waits.COLLECTIVES, 0)
 
     def counted(name: str, function: Any) -> Any:
@@ -121,10 +124,11 @@ def called_collectives() -> dict[str, int]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh)
         model(torch.ones(2, 4)).sum().backward()
+        exchange(torch.ones(4, 2), [1] * 4, [1] * 4, dist.group.WORLD)
     return calls
 
 
-def test_fsdp_calls_the_collectives_that_are_timed(pool):
+def test_a_step_calls_the_collectives_that_are_timed(pool):
     """By the names of this release of torch: wrapping a name that is not called times nothing."""
     for calls in pool.run(4, called_collectives):
         assert min(calls.values()) >= 1

@@ -59,7 +59,7 @@ def equal_loads() -> dict[str, torch.Tensor]:
 
 
 def take_step(recomputed: bool) -> list[tuple]:
-    """Of two steps: gradients of the loss of the router alone, loads, columns."""
+    """Takes two steps of the router's loss alone; returns gradients, loads and columns of each."""
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1), 60)
     model = small_model(config=EXPERTS)
     balance = RouterBalance([model], WEIGHT, mesh, CPU)
@@ -99,6 +99,23 @@ def test_the_gradient_is_that_of_the_definition_with_the_counts_of_the_step_befo
     for name, gradient in second[0].items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-9)
     assert float(second[0]["layers.0.feed_forward.router.weight"].abs().max()) > 1e-5
+
+
+def test_a_block_without_a_backward_has_no_load(pool):
+    (row,) = pool.run(1, with_frozen_blocks)
+    assert row["expert_load/layers.0"] is None
+    assert row["expert_load/layers.2"] == row["expert_load"] >= 1
+
+
+def with_frozen_blocks() -> dict:
+    model = small_model(config=EXPERTS)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("layers.2"))
+    balance = RouterBalance([model], 0.0, Mesh("cpu", dict.fromkeys(AXES, 1), 60), CPU)
+    balance.start_step(16, 1.0)
+    model(local_batches()[0]).sum().backward()
+    balance.finish_step()
+    return balance.columns()
 
 
 def test_without_experts_there_is_nothing(pool):

@@ -74,6 +74,8 @@ def test_what_cannot_be_divided_is_said_in_one_sentence():
         "model.num_experts = 8",
     )
     assert_mentions(message(2, "parallel.ep=4"), "parallel.dp_shard x parallel.cp = 2")
+    by_number = ("parallel.ep=2", "parallel.reshard_after_forward=2")
+    assert_mentions(message(4, *by_number), "parallel.reshard_after_forward", "parallel.ep")
     assert_mentions(message(2, "parallel.ep=2", "model.num_experts=0"), "a dense model")
     assert_mentions(message(1, "float8.enabled"), "float8.enabled", "model.num_experts = 8")
     assert_mentions(message(1, "lora.rank=4", "lora.targets=w1"), "allowed: wq, wk, wv, wo")

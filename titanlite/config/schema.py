@@ -22,7 +22,7 @@ PP_SCHEDULES |= dict.fromkeys(
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage are on the same rank
 # These compute the gradients of weights and of inputs in two calls
 SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
-# Of ids in a file that does not state it
+# The types of ids in a file that does not state its own
 ID_TYPES = ("auto", "uint8", "uint16", "uint32", "int64")
 FROM_CHECKPOINT = "from_checkpoint"  # a flavor: the model of checkpoint.initial_load
 WIDE = 256  # from this width on, bfloat16 and compiling pay off on a CPU (benchmarks/levers.py)

@@ -107,8 +107,7 @@ def flops_per_token(
     for the attention of a block, a third of it in the forward, or 12 H Dh w with a window of w < S.
     A token uses the parameters of `experts_per_token` experts. What is frozen has no gradient of
     its own, and what stands before all that is trained has none of its input. The input embedding
-    is a lookup and is not counted, unless it is tied: then it is
-    also the output projection.
+    is a lookup and is not counted, unless it is tied: then it is also the output projection.
     """
     shapes = parameter_shapes(model)
     embedding = shapes.pop("tok_embeddings.weight")

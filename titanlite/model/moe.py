@@ -58,8 +58,9 @@ class Experts(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        sizes = (config.num_experts, config.dim, config.expert_ffn_dim)
-        num, dim, hidden = sizes
+        num = config.num_experts
+        dim = config.dim
+        hidden = config.expert_ffn_dim
         self.w1 = ExpertLinear(num, dim, hidden)
         self.w2 = ExpertLinear(num, hidden, dim)
         self.w3 = ExpertLinear(num, dim, hidden)

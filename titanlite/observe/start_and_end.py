@@ -53,7 +53,8 @@ def log_start(
     if problem:
         logger.warning(problem)
     training = config.training
-    axes = [f"{axis} {degree}" for axis, degree in mesh.degrees.items() if degree > 1]
+    degrees = mesh.degrees | {"ep": mesh.ep}
+    axes = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
     layout = ", ".join(axes) or "one process"
     blocks = "not compiled"
     if compiled:
@@ -63,6 +64,9 @@ def log_start(
         later = f" (later {training.batch_ramp})"
     num_batches = training.global_batch_size // (training.local_batch_size * mesh.data_size)
     devices = f"{device_name(device)} x {dist.get_world_size()}"
+    used = ""
+    if llama.num_experts:
+        used = f"of which a token uses {llama.num_active_parameters:,}, "
     adapters = ""
     if config.lora.rank > 0:
         adapters = f"{num_adapter_parameters(llama, config.lora):,} of adapters are trained, "
@@ -74,7 +78,7 @@ def log_start(
     }
     logger.info(
         f"{config.model.flavor}: {llama.num_parameters:,} parameters, "
-        f"{adapters}vocabulary {llama.vocab_size:,}; "
+        f"{used}{adapters}vocabulary {llama.vocab_size:,}; "
         f"{devices} ({layout}), "
         f"compute {training.compute_dtype}, reduce {training.reduce_dtype}, "
         f"attention {_attention(config, llama, mesh, device)}, blocks {blocks}; "

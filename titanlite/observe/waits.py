@@ -38,11 +38,13 @@ from titanlite.observe.step_times import StepTimes
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# The collectives that a step calls by these names: FSDP2 (newer releases of torch have shorter
-# names), clipping, and counts of targets
-COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+# The collectives that a step calls by these names: for clipping, counts of targets and rows of
+# experts; and in FSDP2, for which newer releases of torch have shorter names
+COLLECTIVES = ["all_reduce", "all_to_all_single"]
 if hasattr(dist, "all_gather_single"):
-    COLLECTIVES = ("all_reduce", "all_gather_single", "reduce_scatter_single")
+    COLLECTIVES += ["all_gather_single", "reduce_scatter_single"]
+else:
+    COLLECTIVES += ["all_gather_into_tensor", "reduce_scatter_tensor"]
 # Kernels are removed with the library that registered them
 _libraries: list[torch.library.Library] = []
 

@@ -64,19 +64,17 @@ def _group(parameters: list[tuple[str, Tensor]], config: OptimizerConfig) -> Gro
     Experts that are divided over ep have another mesh than other parameters, and so another group:
     torch updates a group in one call, which needs DTensors of one mesh.
     """
-    members: dict[tuple[float, float, int], list[Tensor]] = {}
-    meshes: list[DeviceMesh | None] = []
+    members: dict[tuple[float, float, DeviceMesh | None], list[Tensor]] = {}
     for name, parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        if mesh not in meshes:
-            meshes.append(mesh)
-        key = (*_decay_and_rate(name, parameter, config), -meshes.index(mesh))
-        members.setdefault(key, []).append(parameter)
+        decay, rate = _decay_and_rate(name, parameter, config)
+        members.setdefault((decay, rate, mesh), []).append(parameter)
     if not parameters:  # nothing is trained, or Muon has all; torch needs a group
-        members[0.0, config.lr, 0] = []
+        members[0.0, config.lr, None] = []
     groups = []
-    for decay, rate, mesh_number in sorted(members, reverse=True):
-        of_group = members[decay, rate, mesh_number]
+    for key in sorted(members, key=lambda key: key[:2], reverse=True):
+        decay, rate, _ = key
+        of_group = members[key]
         groups.append({"params": of_group, "lr": rate, "peak_lr": rate, "weight_decay": decay})
     return groups
 

@@ -22,6 +22,7 @@ What it costs: per step one all-reduce of 2 E numbers per block over each axis, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -97,8 +98,11 @@ class RouterBalance:
             loss = self.num_experts * (layer.load * layer.mean_probability).sum()
             figures[int(name)] = torch.stack((loss, layer.load.max() / layer.load.mean()))
         losses, loads = self.mesh.sum_stages(figures).T.tolist()
-        row: dict[str, Any] = {"router_loss": sum(losses) / len(losses), "expert_load": max(loads)}
-        return row | {f"expert_load/layers.{i}": load for i, load in enumerate(loads)}
+        row: dict[str, Any] = {"router_loss": sum(losses) / len(losses)}
+        # A block that no gradient passes is not counted: its mean load is 0
+        known = {i: load for i, load in enumerate(loads) if not math.isnan(load)}
+        row["expert_load"] = max(known.values(), default=None)
+        return row | {f"expert_load/layers.{i}": known.get(i) for i in range(self.num_layers)}
 
     def state_dict(self) -> dict[str, Any]:
         return {f"layers.{name}": layer.load for name, layer in self.layers.items()}
@@ -125,7 +129,7 @@ class ObservedProbabilities(RouterProbabilities):
         self.load = torch.full((num,), moe.experts_per_token / num, dtype=dtype, device=device)
         self.mean_probability = torch.full_like(self.load, 1 / num)
         self.gradient = torch.zeros(num, device=device)
-        # Of this rank's tokens in this step: counts and sums of probabilities (2, E)
+        # Counts and sums of probabilities (2, E), of this rank's tokens in this step
         self.sums = torch.zeros(2, num, dtype=dtype, device=device)
 
     def forward(self, logits: Tensor) -> Tensor:

@@ -97,13 +97,14 @@ def compute_elsewhere(experts: Experts, mesh: DeviceMesh, rows: Tensor, counts: 
     local = len(counts) // ep  # experts per rank
     received = torch.empty_like(counts)  # (ep * E/ep): from each rank, rows for each expert here
     dist.all_to_all_single(received, counts.contiguous(), group=group)
+    both = torch.stack((counts, received)).unflatten(1, (ep, local)).sum(dim=2)  # (2, ep)
     # The host waits here: the sizes of the messages are numbers of the host
-    sent_to = counts.unflatten(0, (ep, local)).sum(dim=1).tolist()
-    got_from = received.unflatten(0, (ep, local)).sum(dim=1).tolist()
+    sent_to, got_from = both.tolist()
 
     arrived = AllToAll.apply(rows, sent_to, got_from, group)  # sorted by rank, then by expert
     numbers = torch.arange(local, device=rows.device).repeat(ep)  # the expert of each run of rows
-    order = numbers.repeat_interleave(received).argsort(stable=True)  # by expert, then by rank
+    experts_of_rows = numbers.repeat_interleave(received, output_size=len(arrived))
+    order = experts_of_rows.argsort(stable=True)  # by expert, then by rank
     own_counts = received.unflatten(0, (ep, local)).sum(dim=0)  # (E/ep,)
     outputs = Experts.forward(experts, arrived[order], own_counts)
     returned: Tensor = AllToAll.apply(outputs[order.argsort()], got_from, sent_to, group)

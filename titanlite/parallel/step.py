@@ -6,7 +6,7 @@ and what it changes.
 Why it is here: a comparison proves the step that it runs. So there is one, and everything that
 takes a step calls it.
 What it costs: nothing beside the parts, whose files say what each costs. The host waits for no
-device.
+device, except for the counts of rows that experts of other ranks get (`expert_parallel.py`).
 """
 
 from __future__ import annotations

@@ -46,11 +46,11 @@ def reshard_group(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -
     if not mode.isdecimal():
         yield f"{shown}: expected default, always, never or a number{suggestion(mode, words)}"
         return
-    if degrees["pp"] * degrees["tp"] > 1:
+    if degrees["pp"] * degrees["tp"] * config.parallel.ep > 1:
         # It would deadlock: each row of the mesh makes only its own process groups, but all ranks
-        # must take part in making each group.
+        # must take part in making each group. Experts are sharded over fewer ranks than the rest.
         yield (
-            f"{shown}: a number works without parallel.pp and parallel.tp only; "
+            f"{shown}: a number works without parallel.pp, parallel.tp and parallel.ep only; "
             "with them use default, always or never"
         )
         return

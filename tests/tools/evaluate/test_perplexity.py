@@ -63,7 +63,7 @@ def test_a_text_that_is_shorter_than_a_sequence_is_a_row(whole_run, text_file, t
 def test_all_of_a_file_is_evaluated(whole_run, text_file, tmp_path, capsys, masked):
     """Against a loop over the ids of the file, a window after the other; it is one document.
 
-    It begins as the tokenizer's file says, so an eos after it is no target.
+    It begins as the tokenizer's file says, so an eos after it is not a target.
     """
     folder = whole_run(*["--data.document_mask=true"] * masked)
     text = tmp_path / "mine.txt"

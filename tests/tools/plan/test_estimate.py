@@ -225,7 +225,7 @@ def test_frozen_products_are_those_of_the_mfu(frozen):
 
 
 def test_blocks_below_all_that_is_trained_keep_nothing():
-    """Of 32 blocks 24 are frozen, the first ones."""
+    """The first 24 of 32 blocks are frozen."""
     options = ("--training.local_batch_size=4", "--loss.num_chunks=8")
     whole = rank_of(1, "llama3_8b", "--recompute.mode=none", *options).memory.activations
     patterns = ", ".join(["tok_embeddings.*", *(f"layers.{number}.*" for number in range(24))])

@@ -197,7 +197,7 @@ def test_cpu_and_gpu_that_take_equally_long_wait_for_each_other():
 
 
 def test_each_message_of_a_pipeline_is_launched():
-    """Of a middle rank 2 sends and 2 receives per microbatch, each a fifth of a block."""
+    """A middle rank sends 2 and receives 2 per microbatch, each a fifth of a block."""
     config = load_config(["llama3_8b", "--parallel.pp=4", "--training.local_batch_size=8"])
     config = replace(config, training=replace(config.training, global_batch_size=16))
     llama = resolve_flavor(config.model, 0)

@@ -123,7 +123,7 @@ class StrictParser(argparse.ArgumentParser):
     def parse_beside_config(self, args: list[str]) -> tuple[argparse.Namespace, list[str]]:
         """Returns the options, and the other words: the arguments of a config.
 
-        Raises ConfigError for an unknown option without a dot, which is no key of a config.
+        Raises ConfigError for an unknown option without a dot; keys of a config have one.
         """
         options, rest = self.parse_known_args(args)
         problems = [self._unknown(word) for word in rest if is_option(word)]

@@ -88,7 +88,7 @@ def read_ids(
 def _no_id(
     file: File, layout: Layout, number: Ids, place: int, tokenizer: Tokenizer
 ) -> ConfigError:
-    """The error for a number, an array of one, that is no id of the tokenizer."""
+    """The error for a number, an array of one, that is not an id of the tokenizer."""
     dtype = layout.dtype
     signed = int(number.view(dtype.str.replace("u", "i"))[0])
     is_mark = SMALLEST_MARK <= signed < 0
@@ -97,8 +97,8 @@ def _no_id(
         where += f" ({signed} with a sign)"
     if number[0] < 0 or (is_mark and dtype.itemsize > 2):  # of 16 bits it may be a larger id
         return ConfigError(
-            f"{where}; expected ids from 0 on: negative numbers mark padding, or what is no "
-            "target; write the file without them"
+            f"{where}; expected ids from 0 on: negative numbers mark padding or tokens without a "
+            "loss; write the file without them"
         )
     return ConfigError(
         f"{where}; expected ids below {tokenizer.size}, the size of the tokenizer "

@@ -32,7 +32,7 @@ DTYPES = {3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron's codes of integer
 MOST_NUMPY_HEADER = 1 << 16  # bytes
 DESCR = re.compile(rb"'descr'\s*:\s*'([<>|][iu][1248])'")
 SHAPE = re.compile(rb"'shape'\s*:\s*\(\s*(\d{1,18})\s*,\s*\)")
-# Of a file that states none; ids of 8 bits only if the user says so
+# The types of a file that states none: 8 bits only if the user says so
 RAW_TYPES = {"uint8": "u1", "uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
 OPTION = "--ids"
 BLOCKS = 16  # that are looked at, evenly over a file

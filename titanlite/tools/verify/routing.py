@@ -6,6 +6,8 @@ with `optim/router_balance.py`.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -31,13 +33,10 @@ class Routing:
                 self.loads[name] = torch.full(
                     (moe.num_experts,), moe.experts_per_token / moe.num_experts
                 )
-                moe.router.register_forward_hook(self._recorder(name))
+                moe.router.register_forward_hook(functools.partial(self._record, name))
 
-    def _recorder(self, name: str):  # type: ignore[no-untyped-def]
-        def record(module: nn.Module, args: object, output: Tensor) -> None:
-            self.logits[name].append(output.flatten(0, -2))
-
-        return record
+    def _record(self, name: str, module: nn.Module, args: object, output: Tensor) -> None:
+        self.logits[name].append(output.flatten(0, -2))
 
     def loss(self, tokens: int) -> Tensor | float:
         """The part of the auxiliary loss that the last forward adds; `tokens`: of the step."""
