@@ -40,6 +40,7 @@ from titanlite.config.schema import (
     TrainingConfig,
 )
 from titanlite.data.rows import Batch
+from titanlite.data.to_device import to_device
 from titanlite.distributed.mesh import Mesh
 from titanlite.model import block_mask
 from titanlite.model.llama import Llama
@@ -303,3 +304,14 @@ def a_mistake(guard: Path) -> None:
 def test_tensors_of_two_devices_are_an_error(pool, guard):
     """What the test above relies on."""
     pool.run(1, a_mistake, guard)
+
+
+def copy_twice(guard: Path) -> bool:
+    ctypes.CDLL(str(guard))
+    with FakeTensorMode():
+        there = torch.ones(3, device=GPU)
+        return to_device(there, GPU) is there
+
+
+def test_a_tensor_that_is_on_the_gpu_is_not_copied_there(pool, guard):
+    assert pool.run(1, copy_twice, guard) == [True]

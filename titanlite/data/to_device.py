@@ -18,11 +18,11 @@ from titanlite.data.rows import Batch
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor to the device.
+    """Copies a tensor to the device, unless it is there.
 
     On CUDA it is copied from pinned memory, so the host does not wait.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and not tensor.is_cuda:
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
