@@ -132,7 +132,7 @@ class RecordingStage(pipeline_stage_class()):
 def order_of_run(schedule: str, microbatches: int, stages_per_rank: int) -> list[Task]:
     """The order in which torch's schedule computes on this rank."""
     rank, pp, tasks = dist.get_rank(), dist.get_world_size(), []
-    example = torch.zeros(1, 1, device="meta")
+    example = torch.zeros(1, 1, device="meta", requires_grad=True)
     stages = [
         RecordingStage(
             OneWeight(),
