@@ -137,8 +137,8 @@ def record_logged(
 
     seen: list[tuple[str, tuple[int, ...], int]] = []
     step.take_step = lambda *args: take_logged(*args) if args[-1] else take_step(*args)
-    mesh = Mesh("cpu", degrees, 60)
-    model_parts = build_parts(config, llama, mesh)
+    mesh = Mesh("cpu", degrees, 60, config.parallel.ep)
+    model_parts = build_parts(config, llama, mesh, pretended=False)
     parts = build_step(model_parts, config, mesh, torch.device("cpu"), initialised=True)
     recorded = step.record(config, llama, parts, real=True)
     rows = {}

@@ -117,10 +117,9 @@ def compare_with_plan(
 ) -> str:
     """Writes memory and speed as `titanlite plan` predicts them beside those of a logged row.
 
-    Returns "" for a device that is not in the plan's table, if the batch size changes, and for a
-    mixture of experts, which the plan does not know.
+    Returns "" for a device that is not in the plan's table, and if the batch size changes.
     """
-    if config.training.batch_ramp or llama.num_experts:
+    if config.training.batch_ramp:
         return ""
     check = find("plan.check")
     if check is None:

@@ -441,7 +441,8 @@ def join_pretended_group(rank: int, world_size: int) -> None:
 @contextlib.contextmanager
 def pretended_tensors() -> Iterator[None]:
     """Makes tensors in this context have shapes and dtypes, but no numbers or memory; tensors made
-    outside can be arguments. A number that is read from one is 1. Checked: 2.13.
+    outside can be arguments. A number that is read from one is 1. Grouped products, whose shapes
+    torch infers in bfloat16 only, have a result in each dtype. Checked: 2.13.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -451,6 +452,10 @@ def pretended_tensors() -> Iterator[None]:
         ) -> Any:
             if func is torch.ops.aten._local_scalar_dense.default:
                 return 1.0 if args[0].is_floating_point() else 1
+            if func is torch.ops.aten._grouped_mm.default:
+                rows, matrices, ends = args[:3]
+                groups = (len(ends),) if matrices.ndim == 2 else ()  # the gradients of matrices
+                return rows.new_empty(*groups, rows.shape[0], matrices.shape[-1])
             return func(*args, **(kwargs or {}))
 
     with FakeTensorMode(allow_non_fake_inputs=True), Ones():

@@ -32,7 +32,8 @@ more memory; the others wait.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,10 @@ from titanlite.model.moe import ExpertLinear, Experts, MixtureOfExperts, multipl
 
 if TYPE_CHECKING:
     from titanlite.model.llama import Llama
+
+
+# Rows that go to and come from each rank (2, ep), and the sum of the first -> the same as lists
+Reader: TypeAlias = Callable[[Tensor, int], tuple[list[int], list[int]]]
 
 
 def apply_ep(model: Llama, mesh: Mesh) -> None:
@@ -87,10 +92,19 @@ def multiply_local(linear: ExpertLinear, rows: Tensor, ends: Tensor) -> Tensor:
     return multiply(rows, local, ends)
 
 
-def compute_elsewhere(experts: Experts, mesh: DeviceMesh, rows: Tensor, counts: Tensor) -> Tensor:
+def read_sizes(sizes: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
+    """Reads the sizes of messages, since those are numbers of the host, which waits here."""
+    sent_to, got_from = sizes.tolist()
+    return sent_to, got_from
+
+
+def compute_elsewhere(
+    experts: Experts, mesh: DeviceMesh, rows: Tensor, counts: Tensor, read: Reader = read_sizes
+) -> Tensor:
     """Computes rows (R, D), sorted by expert, on the ranks that hold their experts.
 
-    counts (E,): this rank's rows for each expert. Returns (R, D) in the order of `rows`.
+    counts (E,): this rank's rows for each expert. Returns (R, D) in the order of `rows`. `read`:
+    another one than `read_sizes` if tensors have no numbers, as in a planned step.
     """
     ep = mesh.size()
     group = mesh.get_group()
@@ -98,8 +112,7 @@ def compute_elsewhere(experts: Experts, mesh: DeviceMesh, rows: Tensor, counts: 
     received = torch.empty_like(counts)  # (ep * E/ep): from each rank, rows for each expert here
     dist.all_to_all_single(received, counts.contiguous(), group=group)
     both = torch.stack((counts, received)).unflatten(1, (ep, local)).sum(dim=2)  # (2, ep)
-    # The host waits here: the sizes of the messages are numbers of the host
-    sent_to, got_from = both.tolist()
+    sent_to, got_from = read(both, len(rows))
 
     arrived = AllToAll.apply(rows, sent_to, got_from, group)  # sorted by rank, then by expert
     numbers = torch.arange(local, device=rows.device).repeat(ep)  # the expert of each run of rows

@@ -219,11 +219,6 @@ def model_of(config: Config) -> LlamaConfig:
         from titanlite.tokenizer.tokenizer import named_tokenizer  # for its vocabulary size
 
         llama = resolve_flavor(config.model, named_tokenizer(config.data.tokenizer).size)
-    if llama.num_experts:
-        raise ConfigError(
-            f"model.num_experts = {llama.num_experts}: plan and explain know dense models only; "
-            "expected one"
-        )
     return llama
 
 
@@ -303,7 +298,7 @@ def _run_lines(plan: Plan, budget: Budget | None, options: argparse.Namespace) -
         plan.llama, training.seq_len, budget.tokens, config.lora, training.frozen_patterns
     )
     size = checkpoint_bytes(plan.llama, config)
-    parameters = float(plan.llama.num_parameters)
+    parameters = float(plan.llama.num_active_parameters)  # as many as a dense model computes with
     lines = ["The run"]
     if plan.verdict == "does not fit":
         lines = ["The run, if it did fit"]

@@ -65,9 +65,9 @@ class Recorded(NamedTuple):
 
 def record_real(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Recorded:
     """Of this rank of a process group that exists; all ranks call it."""
-    mesh = Mesh("cpu", degrees, config.comm.group_timeout_seconds)
+    mesh = Mesh("cpu", degrees, config.comm.group_timeout_seconds, config.parallel.ep)
     config = _eager(config)
-    model_parts = build_parts(config, llama, mesh)
+    model_parts = build_parts(config, llama, mesh, pretended=False)
     parts = build_step(model_parts, config, mesh, torch.device("cpu"), initialised=True)
     return record(config, llama, parts, real=True)
 
@@ -77,9 +77,9 @@ def record_pretended(
 ) -> Recorded:
     """Records a rank whose other ranks do not exist."""
     join_pretended_group(rank, num_processes(degrees))
-    mesh = Mesh("cpu", degrees, config.comm.group_timeout_seconds)
+    mesh = Mesh("cpu", degrees, config.comm.group_timeout_seconds, config.parallel.ep)
     config = _eager(config)
-    model_parts = build_parts(config, llama, mesh)
+    model_parts = build_parts(config, llama, mesh, pretended=True)
     with pretended_tensors():
         parts = build_step(model_parts, config, mesh, torch.device("cpu"))
         return record(config, llama, parts, real=False)

@@ -71,7 +71,7 @@ def remedies(config: Config, llama: LlamaConfig, gpus: int) -> list[Remedy]:
     """The changes that reduce the memory of the fullest rank, the most effective first."""
     present = max(need.high for need in estimated_needs(config, llama, gpus))
     found = []
-    for change, changed in _changes(config):
+    for change, changed in _changes(config, llama):
         try:
             needs = estimated_needs(changed, llama, gpus)
         except ConfigError:  # the change contradicts another key
@@ -83,7 +83,7 @@ def remedies(config: Config, llama: LlamaConfig, gpus: int) -> list[Remedy]:
     return found[:MOST_REMEDIES]
 
 
-def _changes(config: Config) -> Iterator[tuple[str, Config]]:
+def _changes(config: Config, llama: LlamaConfig) -> Iterator[tuple[str, Config]]:
     """Changes of one key each that may need less memory."""
     parallel = config.parallel
     training = config.training
@@ -111,6 +111,10 @@ def _changes(config: Config) -> Iterator[tuple[str, Config]]:
         degree = 2 * getattr(parallel, axis)
         changed = replace(parallel, **{axis: degree, "dp_shard": -1})
         yield f"parallel.{axis} = {degree}", replace(config, parallel=changed)
+    if llama.num_experts:
+        yield f"parallel.ep = {2 * parallel.ep}", replace(
+            config, parallel=replace(parallel, ep=2 * parallel.ep)
+        )
     if parallel.dp_replicate > 1:
         changed = replace(parallel, dp_replicate=1, dp_shard=-1)
         yield "parallel.dp_replicate = 1", replace(config, parallel=changed)

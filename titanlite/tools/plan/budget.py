@@ -74,7 +74,7 @@ def run_flops(
     """
     per_token = flops_per_token(model, seq_len, lora, frozen)
     attention = per_token - flops_per_token(model, 0, lora, frozen)
-    six_n = 6 * model.num_parameters
+    six_n = 6 * model.num_active_parameters
     return RunFlops(tokens, six_n * tokens, per_token * tokens, attention / six_n)
 
 

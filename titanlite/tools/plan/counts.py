@@ -8,7 +8,8 @@ for each rank of the pp axis.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 FLOAT8 = ("float8", "float8, scale per row")
 # How many times (n - 1) / n of the whole tensor a rank sends in an ideal ring of n ranks
@@ -19,7 +20,8 @@ RING_PARTS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all
 class Collective:
     """The calls of one kind along one axis in a step."""
 
-    # pp, dp_replicate, dp_shard, cp or tp; dp_shard_cp: weights, where cp is used; world: all ranks
+    # pp, dp_replicate, dp_shard, cp or tp; dp_shard_cp: weights, where cp is used; with experts that
+    # are divided, ep, and expert_shard: their weights; world: all ranks
     axis: str
     kind: str  # all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send or recv
     size: int  # ranks of the group
@@ -35,6 +37,17 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class Calls:
+    """Calls of one kind, each of the same size; an estimate of a `Collective` is a sum of them."""
+
+    axis: str
+    kind: str
+    size: int
+    count: int
+    bytes_each: float
+
+
+@dataclass(frozen=True)
 class Product:
     """Equal matrix products of a step: (rows, inner) times (inner, columns)."""
 
@@ -47,6 +60,17 @@ class Product:
     @property
     def flops(self) -> int:
         return 2 * self.rows * self.inner * self.columns * self.count
+
+
+def equal_parts(total: int, parts: int) -> Iterator[tuple[int, int]]:
+    """Divides a number into integers that differ by at most 1: yields each, and how often it occurs.
+
+    So the rows of experts are divided if all are chosen equally often.
+    """
+    size, larger = divmod(total, parts)
+    for part, count in ((size, parts - larger), (size + 1, larger)):
+        if part and count:
+            yield part, count
 
 
 @dataclass(frozen=True)
@@ -88,6 +112,8 @@ class RankCounts:
     products: tuple[Product, ...]  # recomputed ones too
     attention_flops: int  # forward, backward and recomputed; the causal mask is not discounted
     pointwise_bytes: int  # read and written by the other operators, in eager mode
+    # Those of them that a compiled block does not compile: of experts; a trace does not tell them
+    never_compiled_bytes: int = field(default=0, kw_only=True)
     collectives: tuple[Collective, ...]
 
 

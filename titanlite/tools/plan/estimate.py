@@ -18,6 +18,7 @@ from titanlite.rules.degrees import data_ranks
 from titanlite.rules.loss_chunks import loss_chunks
 from titanlite.tools.plan.counts import RankCounts, StepCounts
 from titanlite.tools.plan.estimate_compute import attention_flops, pointwise_bytes, products
+from titanlite.tools.plan.estimate_experts import expert_bytes
 from titanlite.tools.plan.estimate_memory import memory, states
 from titanlite.tools.plan.estimate_traffic import collectives
 from titanlite.tools.plan.layout import Layout
@@ -46,6 +47,7 @@ def estimate(
                 products=products(layout, stages),
                 attention_flops=attention_flops(layout, stages),
                 pointwise_bytes=pointwise_bytes(layout, stages),
+                never_compiled_bytes=expert_bytes(layout, stages),
                 collectives=collectives(layout, stages, pp_rank),
             )
         )

@@ -14,10 +14,17 @@ from collections.abc import Iterator
 
 from titanlite.model.flops import is_trained
 from titanlite.tools.plan.counts import FLOAT8, Product
+from titanlite.tools.plan.estimate_experts import (
+    expert_bytes,
+    expert_products,
+    repeats_experts,
+    routed_tokens,
+)
 from titanlite.tools.plan.layout import Layout, Parameter, Stage
 
 # The products of a block in the order of its forward. No gradient needs the result of w2, so it is
-# never computed again; `selective` keeps the results of every second product.
+# never computed again; `selective` keeps the results of every second product. With experts it ends
+# in attention before the last one, wo.
 ORDER = ("wq", "wk", "wv", "wo", "w1", "w3", "w2")
 REPEATED = {
     "full": ORDER[:-1],
@@ -49,23 +56,33 @@ def _of_forward(layout: Layout, stage: Stage) -> Iterator[tuple[tuple[int, int, 
     """Yields (rows, inner, columns, dtype) and the count of the products of one forward."""
     tokens = layout.tokens
     layers = REPEATED.get(layout.config.recompute.mode, ())
-    blocks = [unit for unit in stage.units if unit.is_block]
+    is_selective = layout.config.recompute.mode == "selective"
     gradients = layout.with_gradients
-    for number, unit in zip(stage.blocks, blocks, strict=True):
+    for number in stage.blocks:
         again = _repeated(layout, number)
-        for parameter in unit.parameters:
+        for parameter in stage.parameters_of(number):
+            if parameter.is_expert:
+                yield from expert_products(layout, parameter, repeats_experts(layout, number))
+                continue
             if len(parameter.shape) != 2:
                 continue
             layer = parameter.name.split(".")[3]
+            repeats = again if layer in layers else 0.0
+            if layer == "wo" and layout.llama.num_experts and is_selective:
+                repeats = 0.0
+            rows = tokens
+            if layer == "router":
+                repeats = float(repeats_experts(layout, number))
+                rows = routed_tokens(layout)
             dtype = _dtype(layout, parameter)
             columns, inner = parameter.shape
-            yield (tokens, inner, columns, dtype), 1 + (again if layer in layers else 0)
+            yield (rows, inner, columns, dtype), 1 + repeats
             # The first matrix of an adapter has the input of its layer
             name = parameter.name.replace(".lora_a.", ".")
             if name in gradients or ".lora_b." in name:
-                yield (tokens, columns, inner, dtype), 1
+                yield (rows, columns, inner, dtype), 1
             if parameter.trained:
-                yield (columns, tokens, inner, dtype), 1
+                yield (columns, rows, inner, dtype), 1
     if stage.has_output:
         chunks = layout.config.loss.num_chunks
         rows = -(-tokens // chunks)
@@ -128,7 +145,7 @@ def pointwise_bytes(layout: Layout, stages: list[Stage]) -> int:
     tp = layout.tp
     dim = llama.dim * (1 / tp + 1) / 2  # half of it between pairs of matrices
     turned = (llama.q_dim + llama.kv_dim) / tp
-    hidden = llama.ffn_dim / tp
+    hidden = 0.0 if llama.num_experts else llama.ffn_dim / tp
     forward = 20 * dim + 10 * hidden + 20 * turned
     backward = 42 * dim + 18 * hidden + 20 * turned
     per_token = 0.0
@@ -147,4 +164,4 @@ def pointwise_bytes(layout: Layout, stages: list[Stage]) -> int:
     total = per_token * scale * layout.tokens * forwards
     if layout.has_fsdp:
         total += copied * layout.local_batches
-    return round(total)
+    return round(total) + expert_bytes(layout, stages)

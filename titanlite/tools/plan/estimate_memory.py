@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from titanlite.parallel.stage_split import most_received
 from titanlite.rules.compiled import compiles_loss
 from titanlite.tools.plan.counts import Memory, RankCounts
+from titanlite.tools.plan.estimate_experts import kept_by_experts, passing_through_experts
 from titanlite.tools.plan.estimate_traffic import muon_numel
 from titanlite.tools.plan.layout import DTYPE_BYTES, Layout, Stage, Unit
 
@@ -60,6 +61,9 @@ def block_activations(layout: Layout, trained: frozenset[str], repeats: bool) ->
     if mode == "full":
         kept = 0.0 if layout.config.recompute.offload else stream
         return Kept(kept, whole)
+    if layout.llama.num_experts:
+        # Attention and the mixture are repeated one after the other
+        return Kept(_selected_with_experts(layout), kept_by_experts(layout))
     return Kept(_selected(layout), whole)
 
 
@@ -92,8 +96,6 @@ def _everything(layout: Layout, trained: frozenset[str]) -> float:
     total = 2 * hidden_bytes(layout) + 2 * 4 * tokens / layout.tp  # and the norms' factors
     if trained & {"wq", "wk", "wv"}:
         total += tokens * operand * llama.dim
-    if trained & {"w1", "w3"}:
-        total += tokens * operand * llama.dim
     total += 2 * queries + 2 * keys + sums
     if layout.cp > 1:
         total += _of_context_parallel(layout)
@@ -101,9 +103,14 @@ def _everything(layout: Layout, trained: frozenset[str]) -> float:
         total += queries / compute
     if llama.qk_norm:
         total += queries + keys
-    total += (2 if layout.compiled else 3) * hidden
-    if "w2" in trained:
-        total += hidden * operand / compute
+    if llama.num_experts:
+        total += kept_by_experts(layout)
+    else:
+        if trained & {"w1", "w3"}:
+            total += tokens * operand * llama.dim
+        total += (2 if layout.compiled else 3) * hidden
+        if "w2" in trained:
+            total += hidden * operand / compute
     if layout.config.lora.drops:
         lora = layout.config.lora
         for name in lora.target_names:
@@ -136,10 +143,10 @@ def _blocks(layout: Layout, stage: Stage) -> Counter[tuple[frozenset[str], bool]
     """
     every = layout.config.recompute.every
     blocks: Counter[tuple[frozenset[str], bool]] = Counter()
-    units = [unit for unit in stage.units if unit.is_block]
-    for number, unit in zip(stage.blocks, units, strict=True):
-        trained = (one.name.split(".")[3] for one in unit.parameters if one.trained)
-        if layout.has_backward(unit.parameters):
+    for number in stage.blocks:
+        parameters = stage.parameters_of(number)
+        trained = (one.name.split(".")[3] for one in parameters if one.trained)
+        if layout.has_backward(parameters):
             blocks[frozenset(trained), number % every == 0] += 1
     return blocks
 
@@ -158,6 +165,20 @@ def _selected(layout: Layout) -> float:
         total += layout.tokens * layout.compute_bytes * llama.dim  # of w2, before it
         if layout.tp > 1:
             total += hidden_bytes(layout)
+    return total
+
+
+def _selected_with_experts(layout: Layout) -> float:
+    """Bytes that `selective` keeps of a block with experts: the inputs of norms, attention and
+    mixture, and inside attention what it keeps of a dense block.
+    """
+    queries, keys, sums = _attention_sizes(layout)
+    stream = hidden_bytes(layout)
+    factors = 2 * 4 * layout.tokens / layout.tp  # of the norms
+    total = 3 * stream + layout.tp * stream + factors
+    total += queries + keys + queries + sums
+    if layout.cp > 1 and layout.config.parallel.cp_method == "ulysses":
+        total += 2 * queries + 2 * keys
     return total
 
 
@@ -202,17 +223,16 @@ class States:
 def states(layout: Layout, stages: list[Stage]) -> States:
     """The bytes that a rank holds between steps, and those of its gradients."""
     config = layout.config
-    shards = layout.shards
     stored = 0
     trained = 0
     for stage in stages:
         for unit in stage.units:
-            stored += unit.part_numel(shards)
-            trained += unit.part_numel(shards, trained_only=True)
+            stored += unit.part_numel()
+            trained += unit.part_numel(trained_only=True)
     state_bytes = DTYPE_BYTES[config.optimizer.state_dtype]
     moments = 2 * trained
     if config.optimizer.name == "muon":
-        moments -= muon_numel(layout, stages)
+        moments -= muon_numel(layout, stages, experts=True)
     optimizer = moments * state_bytes
     if config.ema.decay > 0:
         optimizer += 4 * trained
@@ -245,12 +265,7 @@ def moments(layout: Layout, stages: list[Stage], pp_rank: int) -> list[Memory]:
     gathered = _Gathered.of(layout, units)
     whole = _unreduced(layout, units)
     messages = receive_buffers(layout, stages, pp_rank)
-    # Gradients of the widest tensors of a block, while they are computed; with tp also those of
-    # the gathered inputs, before their reduce-scatter
-    number = layout.tokens * layout.compute_bytes
-    gradients_in_block = 3 * number * layout.llama.ffn_dim / layout.tp
-    if layout.tp > 1:
-        gradients_in_block += 2 * number * layout.llama.dim
+    gradients_in_block = _gradients_in_block(layout)
     from_before = held.gradients if layout.local_batches > 1 else 0
     unreduced_before = whole.all_units if layout.local_batches > 1 or layout.pp > 1 else 0
 
@@ -304,6 +319,19 @@ def moments(layout: Layout, stages: list[Stage], pp_rank: int) -> list[Memory]:
     return [in_loss, begin, end, update]
 
 
+def _gradients_in_block(layout: Layout) -> float:
+    """Bytes of the gradients of a block's widest tensors, while they are computed; with tp also of
+    those of the gathered inputs, before their reduce-scatter.
+    """
+    if layout.llama.num_experts:
+        return passing_through_experts(layout)
+    number = layout.tokens * layout.compute_bytes
+    gradients = 3 * number * layout.llama.ffn_dim / layout.tp
+    if layout.tp > 1:
+        gradients += 2 * number * layout.llama.dim
+    return gradients
+
+
 def _kept_activations(layout: Layout, stages: list[Stage], pp_rank: int) -> float:
     """The most bytes that the forwards keep whose backward has not begun."""
     total = 0.0
@@ -353,11 +381,15 @@ class _Gathered:
     @classmethod
     def of(cls, layout: Layout, units: list[Unit]) -> _Gathered:
         compute = layout.compute_bytes
-        blocks = [unit.numel for unit in units if unit.is_block]
-        largest = max(unit.numel for unit in units)
+        blocks = _of_blocks(units)
         if not layout.has_fsdp:
             return cls._casts(layout, units)
-        reduced = max(unit.trained_numel for unit in units)
+        sharded = [unit for unit in units if unit.shards > 1] or units
+        largest = max(unit.numel for unit in sharded)
+        # Two reductions at a time: those of divided experts alternate with others
+        others = [unit for unit in units if unit.axis == "dp_shard_cp"]
+        reduced = max(unit.trained_numel for unit in sharded)
+        reduced += max(unit.trained_numel for unit in others)
         kept = sum(unit.numel for unit in units if not unit.reshard)
         mode = layout.config.parallel.reshard_after_forward
         if mode.isdecimal():  # sharded over fewer ranks
@@ -367,7 +399,7 @@ class _Gathered:
         in_backward = kept + (ahead if freed else 0)
         if layout.pp > 1:  # the backward of a microbatch frees no weights
             in_backward = sum(unit.numel for unit in units)
-        buffers_backward = 2 * reduced * layout.reduce_bytes
+        buffers_backward = reduced * layout.reduce_bytes
         if freed:
             buffers_backward += largest * compute
         return cls(
@@ -393,6 +425,15 @@ class _Gathered:
         return cls(numel * compute, (numel + block) * compute, 0, 0)
 
 
+def _of_blocks(units: list[Unit]) -> list[int]:
+    """The elements of each block, whose units are gathered at the same time."""
+    blocks: Counter[int] = Counter()
+    for unit in units:
+        if unit.block is not None:
+            blocks[unit.block] += unit.numel
+    return list(blocks.values())
+
+
 @dataclass(frozen=True)
 class _Unreduced:
     """Gradients before their reduction."""
@@ -406,13 +447,17 @@ class _Unreduced:
 def _unreduced(layout: Layout, units: list[Unit]) -> _Unreduced:
     trained = [unit.trained_numel for unit in units]
     last = [unit for unit in units if not unit.is_block] or units
-    part = last[-1].part_numel(layout.shards, trained_only=True) * layout.param_bytes
+    part = last[-1].part_numel(trained_only=True) * layout.param_bytes
     all_units = 0
     waits = layout.pp > 1 or not layout.config.parallel.reduce_every_microbatch
     if layout.has_fsdp and waits:
         all_units = sum(trained) * layout.reduce_bytes
-    first = next((index for index, unit in enumerate(units) if unit.is_block), -1)  # -1: no block
-    of_first = sum(unit.part_numel(layout.shards, trained_only=True) for unit in units[: first + 1])
+    of_first = 0
+    numbers = [unit.block for unit in units]
+    first = next((number for number in numbers if number is not None), None)
+    if first is not None:
+        end = max(i for i, number in enumerate(numbers) if number == first)
+        of_first = sum(unit.part_numel(trained_only=True) for unit in units[: end + 1])
     return _Unreduced(
         all_units=all_units,
         largest=max(trained) * layout.compute_bytes,

@@ -8,23 +8,12 @@ Imports no torch. Letters: docs/parallelism.md.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from titanlite.config.schema import V_SHAPED
 from titanlite.rules.degrees import num_processes
-from titanlite.tools.plan.counts import Collective
+from titanlite.tools.plan.counts import Calls, Collective
+from titanlite.tools.plan.estimate_experts import balance_calls, expert_calls
 from titanlite.tools.plan.layout import Layout, Stage, Unit
-
-
-@dataclass(frozen=True)
-class Calls:
-    """Calls of one kind, each of the same size."""
-
-    axis: str
-    kind: str
-    size: int
-    count: int
-    bytes_each: float
 
 
 def collectives(layout: Layout, stages: list[Stage], pp_rank: int) -> tuple[Collective, ...]:
@@ -59,10 +48,14 @@ def _all_calls(layout: Layout, stages: list[Stage], pp_rank: int) -> Iterator[Ca
             yield from _tensor_parallel(layout, stage)
         if layout.cp > 1:
             yield from _context_parallel(layout, stage)
+        if layout.ep > 1:
+            yield from expert_calls(layout, stage, _forwards(layout))
     if layout.pp > 1:
         yield from _messages(layout, stages, pp_rank)
     if layout.config.optimizer.name == "muon":
         yield from _muon(layout, stages)
+    if layout.llama.num_experts:
+        yield from balance_calls(layout, stages)
     yield from _single_numbers(layout)
 
 
@@ -81,10 +74,10 @@ def _sharding(layout: Layout, unit: Unit, again: bool) -> Iterator[Calls]:
 
     `again`: whether the backward gathers a unit that was freed.
     """
-    n = layout.shards
+    n = unit.shards
     batches = layout.local_batches
     mode = layout.config.parallel.reshard_after_forward
-    gathered = n * unit.part_numel(n) * layout.compute_bytes
+    gathered = n * unit.part_numel() * layout.compute_bytes
     gathers = 1
     if unit.reshard and layout.pp > 1:
         # A backward leaves the weights gathered, a forward frees them. So those that follow a
@@ -92,19 +85,19 @@ def _sharding(layout: Layout, unit: Unit, again: bool) -> Iterator[Calls]:
         # ends with a backward, that is one gather more than there are forwards.
         gathers = layout.microbatches + 1
     elif unit.reshard and again and mode.isdecimal():
-        yield Calls("dp_shard_cp", "all_gather", int(mode), batches, gathered)
+        yield Calls(unit.axis, "all_gather", int(mode), batches, gathered)
     elif unit.reshard and again:
         gathers = 2
     gathers *= batches
     if mode == "never" and layout.pp == 1:  # once per step
         gathers = 1
-    yield Calls("dp_shard_cp", "all_gather", n, gathers, gathered)
+    yield Calls(unit.axis, "all_gather", n, gathers, gathered)
     if unit.trained_numel == 0:
         return
     if not layout.config.parallel.reduce_every_microbatch:
         batches = 1
-    part = unit.part_numel(n, trained_only=True) * layout.reduce_bytes
-    yield Calls("dp_shard_cp", "reduce_scatter", n, batches, n * part)
+    part = unit.part_numel(trained_only=True) * layout.reduce_bytes
+    yield Calls(unit.axis, "reduce_scatter", n, batches, n * part)
     yield Calls("dp_replicate", "all_reduce", layout.degrees["dp_replicate"], batches, part)
 
 
@@ -133,8 +126,13 @@ def _tensor_parallel(layout: Layout, stage: Stage) -> Iterator[Calls]:
     ends = stage.has_embedding + stage.has_output
     # A frozen embedding has no gradient to gather; with adapters nor has the first block's input
     unneeded = stage.has_embedding and layout.config.lora.rank > 0
-    gathers = 4 * blocks + 2 * again + ends - unneeded
-    reductions = 4 * blocks + again * is_full + ends - unneeded
+    pairs = 2  # of matrices that are cut: attention's and the feed-forward's
+    if llama.num_experts:
+        pairs = 1  # experts are whole
+        if not is_full:  # attention is repeated from its gathered input on
+            again = 0
+    gathers = 2 * pairs * blocks + pairs * again + ends - unneeded
+    reductions = 2 * pairs * blocks + again * is_full + ends - unneeded
     yield Calls("tp", "all_gather", tp, forwards * gathers, hidden)
     yield Calls("tp", "reduce_scatter", tp, forwards * reductions, hidden)
 
@@ -214,21 +212,23 @@ def _tied_part(layout: Layout, stages: list[Stage]) -> int:
     return 0
 
 
-def muon_numel(layout: Layout, stages: list[Stage]) -> int:
-    """Elements of the Muon matrices on this rank."""
+def muon_numel(layout: Layout, stages: list[Stage], experts: bool) -> int:
+    """Elements of the Muon matrices on this rank; `experts`: with theirs, which are whole here."""
     return sum(
-        parameter.part_numel(layout.shards)
+        parameter.part_numel(unit.shards)
         for stage in stages
         for unit in stage.units
         for parameter in unit.parameters
-        if unit.is_block and parameter.trained and len(parameter.shape) == 2
+        if unit.is_block
+        and parameter.trained
+        and (len(parameter.shape) == 2 or (experts and parameter.is_expert))
     )
 
 
 def _muon(layout: Layout, stages: list[Stage]) -> Iterator[Calls]:
     """All-to-alls over each axis to whole matrices and back; replicas all-gather the results."""
     number = 4 if layout.config.optimizer.muon_dtype == "float32" else 2
-    part = muon_numel(layout, stages) * number
+    part = muon_numel(layout, stages, experts=False) * number
     matrices = sum(
         len(parameter.shape) == 2
         for stage in stages

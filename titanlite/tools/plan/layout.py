@@ -41,6 +41,10 @@ class Parameter:
     def is_adapter(self) -> bool:
         return ".lora_" in self.name
 
+    @property
+    def is_expert(self) -> bool:
+        return ".experts." in self.name
+
     def part_numel(self, ranks: int) -> int:
         """Elements on the first rank, where FSDP divides dimension 0 over so many."""
         return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
@@ -52,7 +56,13 @@ class Unit:
 
     parameters: tuple[Parameter, ...]
     reshard: bool  # freed after the forward
-    is_block: bool
+    block: int | None  # the block that it is, or is a part of; None: an end of the model
+    axis: str  # dp_shard_cp; of experts that are divided over ep, expert_shard
+    shards: int  # ranks of the axis
+
+    @property
+    def is_block(self) -> bool:
+        return self.block is not None
 
     @functools.cached_property
     def numel(self) -> int:
@@ -62,9 +72,10 @@ class Unit:
     def trained_numel(self) -> int:
         return sum(parameter.numel for parameter in self.parameters if parameter.trained)
 
-    def part_numel(self, ranks: int, trained_only: bool = False) -> int:
+    def part_numel(self, trained_only: bool = False) -> int:
+        """Elements on the first rank of the axis."""
         return sum(
-            parameter.part_numel(ranks)
+            parameter.part_numel(self.shards)
             for parameter in self.parameters
             if parameter.trained or not trained_only
         )
@@ -79,6 +90,10 @@ class Stage:
     has_embedding: bool
     has_output: bool
     units: tuple[Unit, ...]  # in forward order
+
+    def parameters_of(self, block: int) -> list[Parameter]:
+        """The parameters of a block, of all its units."""
+        return [one for unit in self.units if unit.block == block for one in unit.parameters]
 
 
 @functools.lru_cache(maxsize=64)
@@ -122,6 +137,11 @@ class Layout:
     def shards(self) -> int:
         """The ranks that FSDP divides each parameter over."""
         return self.degrees["dp_shard"] * self.cp
+
+    @property
+    def ep(self) -> int:
+        """The ranks of dp_shard x cp that the experts are divided over."""
+        return self.config.parallel.ep
 
     @property
     def has_fsdp(self) -> bool:
@@ -183,7 +203,6 @@ class Layout:
     def _stage(self, index: int, modules: list[str]) -> Stage:
         """The stage of these modules, its parameters grouped as `fsdp_units` does."""
         blocks = tuple(int(name.split(".")[1]) for name in modules if name.startswith("layers."))
-        groups = [self.block_parameters(number) for number in blocks]
         vocabulary = (self.llama.vocab_size, self.llama.dim)
         ends = {
             "tok_embeddings": [self._parameter("tok_embeddings.weight", vocabulary)],
@@ -203,17 +222,31 @@ class Layout:
             first += ends["tok_embeddings"] if has["tok_embeddings"] else []
             for name in ("norm", "output"):
                 last += ends[name] if has[name] else []
-        ordered = [(first, False), *((group, True) for group in groups), (last, False)]
-        ordered = [(group, is_block) for group, is_block in ordered if group]
+        groups: list[tuple[int | None, list[Parameter]]] = [(None, first)]
+        groups += [(number, self.block_parameters(number)) for number in blocks]
+        groups.append((None, last))
+        groups = [(block, group) for block, group in groups if group]
         units = []
-        for number, (group, is_block) in enumerate(ordered):
-            is_last = number == len(ordered) - 1
+        for number, (block, group) in enumerate(groups):
+            is_last = number == len(groups) - 1
             reshard = self._reshards(at_the_end=is_last, with_output=has["output"])
-            units.append(Unit(tuple(group), reshard, is_block))
+            units += self._units(group, reshard, block)
         if root:
             reshard = self._reshards(at_the_end=True, with_output=has["output"])
-            units.append(Unit(tuple(root), reshard, is_block=False))
+            units += self._units(root, reshard, None)
         return Stage(index, blocks, has["tok_embeddings"], has["output"], tuple(units))
+
+    def _units(self, group: list[Parameter], reshard: bool, block: int | None) -> list[Unit]:
+        """The unit of these parameters, and one of their experts if ep divides them."""
+        if self.ep == 1 or block is None:
+            return [Unit(tuple(group), reshard, block, "dp_shard_cp", self.shards)]
+        others = tuple(parameter for parameter in group if not parameter.is_expert)
+        experts = tuple(parameter for parameter in group if parameter.is_expert)
+        frees = self._reshards(at_the_end=False, with_output=False)
+        return [
+            Unit(others, reshard, block, "dp_shard_cp", self.shards),
+            Unit(experts, frees, block, "expert_shard", self.shards // self.ep),
+        ]
 
     def _reshards(self, at_the_end: bool, with_output: bool) -> bool:
         """Whether a unit is freed after the forward, as `apply_fsdp` chooses."""
@@ -247,8 +280,12 @@ class Layout:
 
     def _parameter(self, name: str, shape: tuple[int, ...]) -> Parameter:
         layer = name.split(".")[-2]
-        replicated = layer.endswith("norm")
+        is_expert = ".experts." in name
+        # A rank of tp routes its own tokens, and computes with whole experts
+        replicated = layer.endswith("norm") or layer == "router" or is_expert
         cut = list(shape)
+        if is_expert:
+            cut[0] //= self.ep
         if not replicated:
             cut[1 if layer in CUT_BY_COLUMNS else 0] //= self.tp
         return Parameter(name, tuple(cut), self._is_trained(name), replicated)

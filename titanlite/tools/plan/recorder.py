@@ -34,7 +34,7 @@ from titanlite.distributed.torch_private import (
     storage_address,
 )
 from titanlite.runtime.phases import Phase, add_listener, remove_listener
-from titanlite.tools.plan.counts import Memory
+from titanlite.tools.plan.counts import Memory, equal_parts
 
 # Operators of process groups, and functional collectives -> kind
 KINDS = {
@@ -55,7 +55,7 @@ KINDS = {
     "recv_": "recv",
 }
 # Where the operands of a matrix product are among the arguments of an operator
-PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0}
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "_grouped_mm": 0}
 PARTS = {Phase.BACKWARD: "backward", Phase.UPDATE: "update"}  # others: forward
 CATEGORIES = tuple(Memory.__dataclass_fields__)
 
@@ -91,6 +91,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.axes = mesh.axes_of_groups()
         self.degrees = mesh.degrees
+        self.ep = mesh.ep
         self.vocab_size = vocab_size
         self.part = "forward"
         self.times = 1  # weight of the operators that run now
@@ -235,6 +236,8 @@ class Recorder(TorchDispatchMode):
             self._fsdp(name, inputs, outputs, kwargs)
         elif kind:
             self.count(self._call(space, kind, args, inputs))
+        elif name == "_grouped_mm":
+            self._grouped_product(*args[:3])
         elif name in PRODUCTS:
             self._product(args[PRODUCTS[name] :])
         elif "scaled_dot_product" in name:
@@ -262,12 +265,14 @@ class Recorder(TorchDispatchMode):
     def _axis(self, group: str, space: str, kind: str) -> tuple[str, int]:
         """The axis of a group, and its ranks.
 
-        Axes that have all ranks share one group. Of these, FSDP and HSDP do not call functional
+        Axes that have all ranks share one group. Of these, FSDP, HSDP and ep do not call functional
         collectives, and tp and cp do.
         """
         axis, size = self.axes.get(group, ("part of dp_shard_cp", 0))
         if axis != "world":
             return axis, size
+        if space == "c10d" and kind == "all_to_all" and self.ep == size:
+            return "ep", size
         of_weights = space == "c10d" and kind in ("all_gather", "reduce_scatter")
         if of_weights and self.degrees["dp_shard"] * self.degrees["cp"] == size:
             return ("dp_shard" if self.degrees["cp"] == 1 else "dp_shard_cp"), size
@@ -283,6 +288,8 @@ class Recorder(TorchDispatchMode):
             whole = max(map(_nbytes, inputs))
             if len(inputs) == 1 and kind == "all_gather":
                 whole *= size
+        elif kind == "all_to_all":  # likewise, and the argument may have another size
+            whole = _nbytes(inputs[-1])
         return Call(kind, axis, size, group, whole, args, tuple(inputs))
 
     def count(self, call: Call) -> None:
@@ -300,6 +307,18 @@ class Recorder(TorchDispatchMode):
         columns = right.shape[-1]
         self.counts["product", rows, inner, columns, dtype] += self.times * batch
         self.flops += 2 * batch * rows * inner * columns
+
+    def _grouped_product(self, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
+        """Counts the products of experts, which are divided equally: their sizes are numbers on the
+        device.
+        """
+        dtype = str(rows.dtype).removeprefix("torch.")
+        columns = matrices.shape[-1]
+        divided = 1 if matrices.ndim == 2 else 0  # 1: of a gradient (columns, R) times (R, inner)
+        for size, count in equal_parts(rows.shape[divided], len(ends)):
+            shape = (rows.shape[0], size) if divided else (size, rows.shape[1])
+            self.counts["product", *shape, columns, dtype] += self.times * count
+            self.flops += 2 * count * shape[0] * shape[1] * columns
 
     def _attention(self, name: str, inputs: list[Tensor]) -> None:
         first = 1 if "backward" in name else 0  # after the gradient of the result
@@ -323,12 +342,12 @@ class Recorder(TorchDispatchMode):
 
 
 def _gathered_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of a parameter as a rank computes with it: divided by tp, not by FSDP."""
+    """The shape of a parameter as a rank computes with it: divided by tp and ep, not by FSDP."""
     shape = list(parameter.shape)
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
         for axis, placement in enumerate(parameter.placements):
-            if names[axis] == "tp" and isinstance(placement, Shard):
+            if names[axis] in ("tp", "ep") and isinstance(placement, Shard):
                 shape[placement.dim] //= parameter.device_mesh.size(axis)
     return tuple(shape)
 

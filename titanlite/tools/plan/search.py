@@ -1,7 +1,7 @@
 """Searches the best layout for a model on a number of GPUs: estimates all that are allowed.
 
 What it is: the products of degrees that are powers of two (dp_shard and dp_replicate have the
-rest), with tp inside a node, pp <= 32 and cp <= 16, with and without replicas, two pipeline
+rest), with tp and ep inside a node, pp <= 32 and cp <= 16, with and without replicas, two pipeline
 schedules, and local batches of 1 to 16 that divide the global one. A layout is refused if a rule of
 `rules/` excludes it or if it does not surely fit into the GPU's memory; of the recomputation modes
 the first that fits is taken, since each repeats more than the one before. If nothing fits, all are
@@ -46,6 +46,7 @@ SEARCHED = (
     "parallel.dp_shard",
     "parallel.cp",
     "parallel.tp",
+    "parallel.ep",
     "parallel.pp_schedule",
     "parallel.pp_microbatch_size",
     "parallel.pp_split",
@@ -77,6 +78,7 @@ class Candidate:
         chosen: dict[str, str | int] = {}
         for axis, degree in self.degrees.items():
             chosen[f"parallel.{axis}"] = degree
+        chosen["parallel.ep"] = parallel.ep
         if self.degrees["pp"] > 1:
             chosen["parallel.pp_schedule"] = parallel.pp_schedule
             chosen["parallel.pp_microbatch_size"] = parallel.pp_microbatch_size
@@ -92,7 +94,8 @@ class Candidate:
     @property
     def name(self) -> str:
         """The layout in one line, without what is 1."""
-        words = [f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1]
+        degrees = self.degrees | {"ep": self.config.parallel.ep}
+        words = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
         words.append(f"local batch {self.config.training.local_batch_size}")
         words.append(f"recompute {self.config.recompute.mode}")
         if self.degrees["pp"] > 1:
@@ -249,10 +252,15 @@ def proposals(
                 dp_replicate=replicas,
                 dp_shard=shards,
             )
-            for parallel, local in _batches(layout, sequences, held):
-                training = replace(config.training, local_batch_size=local)
-                loss = replace(config.loss, num_chunks=chunks)
-                yield replace(config, parallel=parallel, training=training, loss=loss)
+            divided = [
+                replace(layout, ep=ep)
+                for ep in held.choices("parallel.ep", _expert_degrees(llama, shards * cp, machine))
+            ]
+            for one in divided:
+                for parallel, local in _batches(one, sequences, held):
+                    training = replace(config.training, local_batch_size=local)
+                    loss = replace(config.loss, num_chunks=chunks)
+                    yield replace(config, parallel=parallel, training=training, loss=loss)
 
 
 def _powers(most: int) -> list[int]:
@@ -261,6 +269,14 @@ def _powers(most: int) -> list[int]:
     while 2 * powers[-1] <= most:
         powers.append(2 * powers[-1])
     return powers
+
+
+def _expert_degrees(llama: LlamaConfig, ranks: int, machine: Machine) -> list[int]:
+    """Degrees of ep: those that divide the ranks of dp_shard x cp and the experts; 1 if dense."""
+    if not llama.num_experts:
+        return [1]
+    sizes = (ranks, llama.num_experts)
+    return [n for n in _powers(machine.gpus_per_node) if all(size % n == 0 for size in sizes)]
 
 
 def _replicas(data: int, inner: int, machine: Machine) -> list[int]:

@@ -30,6 +30,7 @@ TIMES = {
     "pointwise": "other operators",
     "tensor_parallel": "tp",
     "context_parallel": "cp",
+    "expert_parallel": "ep, all-to-alls",
     "sharding": "dp_shard and dp_replicate, not hidden",
     "messages": "pp, messages",
     "bubble": "pp, bubble",
@@ -59,6 +60,11 @@ def _title(plan: Plan) -> list[str]:
     counts = plan.counts
     training = plan.config.training
     used = [f"{axis} {counts.degrees[axis]}" for axis in AXES if counts.degrees[axis] > 1]
+    if plan.config.parallel.ep > 1:
+        used.append(f"ep {plan.config.parallel.ep}")
+    parameters = f"{plan.llama.num_parameters:,} parameters"
+    if plan.llama.num_experts:
+        parameters += f", of which a token uses {plan.llama.num_active_parameters:,}"
     machine = plan.machine
     gpus = "1 GPU" if plan.gpus == 1 else f"{plan.gpus:,} GPUs"
     batches = "1 local batch"
@@ -69,7 +75,7 @@ def _title(plan: Plan) -> list[str]:
     if plan.config.model.flavor != name:
         name = f"{name} (model {plan.config.model.flavor})"
     return [
-        f"{name}: {plan.llama.num_parameters:,} parameters",
+        *_wrapped(f"{name}: {parameters}", ""),
         f"{gpus}: {machine.name}, {machine.memory_gib:g} GiB, {machine.gpus_per_node} per node",
         f"layout: {', '.join(used) or 'one process'}",
         *_wrapped(f"ZeRO {plan.zero}", ""),
@@ -127,7 +133,7 @@ def _flops(plan: Plan) -> list[str]:
     per_token = flops_per_token(
         plan.llama, training.seq_len, plan.config.lora, training.frozen_patterns
     )
-    six_n = 6 * plan.llama.num_parameters
+    six_n = 6 * plan.llama.num_active_parameters
     step = per_token * plan.counts.tokens
     return [
         "FLOPs",
@@ -145,6 +151,7 @@ def _time(plan: Plan) -> list[str]:
             bar = "#" * round(BAR * seconds / time.total)
             lines.append(f"  {TIMES[name]:<39}{seconds_text(seconds):>9}  {bar}".rstrip())
     lines += _kernel_lines(plan)
+    lines += _expert_lines(plan)
     lines += error_lines(plan)
     if plan.bubble:
         lines.append(f"  the bubble is {100 * plan.bubble:.1f} % of the pipeline's time")
@@ -167,8 +174,20 @@ def _kernel_lines(plan: Plan) -> list[str]:
     return [f"  attention is by cuDNN; with torch before 2.10, FlashAttention 2 takes {slower}"]
 
 
+def _expert_lines(plan: Plan) -> list[str]:
+    """What the times of a mixture of experts assume; its rates are fitted to dense models."""
+    if not plan.llama.num_experts:
+        return []
+    return _wrapped(
+        "all experts are taken to be chosen equally often, and rates are those of dense models: no "
+        "published row of a mixture was fitted, and the one that docs/plan.md compares is slower"
+    )
+
+
 def error_lines(plan: Plan) -> list[str]:
     """How far predictions of this GPU and kind of layout were off."""
+    if plan.fitted is not None and plan.llama.num_experts:
+        return []
     if plan.fitted is None:
         return _wrapped(
             f"no rate for {plan.machine.name}: too few measurements are known to predict speed and "
@@ -240,8 +259,8 @@ def _refused(result: SearchResult) -> list[str]:
 
 
 def _error_contents(plan: Plan) -> dict[str, Any] | None:
-    """The error of the time as plain data; None without a rate for the GPU."""
-    if plan.fitted is None:
+    """The error of the time as plain data; None without a rate for the GPU, or with experts."""
+    if plan.fitted is None or plan.llama.num_experts:
         return None
     what, error = plan.fitted.error_of(kind_of(plan.counts.degrees))
     return {"of": what, **dataclasses.asdict(error)}
@@ -252,6 +271,7 @@ def plan_json(plan: Plan, extra: dict[str, Any]) -> str:
     contents = {
         "config": plan.config.run.name,
         "parameters": plan.llama.num_parameters,
+        "active_parameters": plan.llama.num_active_parameters,
         "gpus": plan.gpus,
         "gpu": dataclasses.asdict(plan.machine),
         "compiled": plan.compiled,

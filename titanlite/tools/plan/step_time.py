@@ -18,9 +18,12 @@ it is k times that of one port, at most the link's. A message of two ranks goes 
 Ranks are in the order pp, dp_replicate, dp_shard, cp, tp, the last ones adjacent, so the inner axes
 lie inside a node.
 
+An all-to-all sends to each rank of the group its own part, so what goes to other nodes leaves
+through the port of the GPU that has it.
+
 What overlaps: FSDP's collectives with the computation of other units; only what is longer than the
 computation is waited for, and the communication slows the computation by SLOWDOWN of its time. tp
-and cp are waited for in full, with `async_tp` the half of tp. In a pipeline the collectives of
+and cp are waited for in full, with `async_tp` the half of tp; so is ep. In a pipeline the collectives of
 weights come before and after the microbatches. A rank is idle for the schedule's bubble. The GPU
 works while the CPU launches; where both take about equally long, each waits for the other at times,
 so the two of them take (gpu^3 + cpu^3)^(1/3).
@@ -120,6 +123,7 @@ class StepTime:
     sharding: float  # waiting for dp_shard and dp_replicate, and what they slow down
     tensor_parallel: float
     context_parallel: float
+    expert_parallel: float
     messages: float  # of the pipeline
     bubble: float
     offload: float
@@ -139,6 +143,7 @@ class StepTime:
             "sharding",
             "tensor_parallel",
             "context_parallel",
+            "expert_parallel",
             "messages",
             "bubble",
             "offload",
@@ -158,7 +163,7 @@ class Work:
     products: float
     attention: float
     pointwise: float  # at the speed that the memory reaches
-    transfer: dict[str, float]  # by axis
+    transfer: dict[str, float]  # by axis, ep too
     latency: dict[str, float]
     launches: float  # of blocks, in units of `host_ms`
     messages: int  # of the pipeline
@@ -207,6 +212,7 @@ def timed(
     waits = {axis: work.transfer[axis] / rates.links + work.latency[axis] for axis in work.transfer}
     tensor_parallel = waits["tp"] / (2 if config.parallel.async_tp else 1)
     context_parallel = waits["cp"]
+    expert_parallel = waits["ep"]
 
     communication = waits["dp_shard"] + waits["dp_replicate"]
     hidden = min(communication, compute)
@@ -214,7 +220,7 @@ def timed(
         hidden = 0.0
     sharding = communication - hidden + SLOWDOWN * hidden
 
-    on_device = compute + tensor_parallel + context_parallel
+    on_device = compute + tensor_parallel + context_parallel + expert_parallel
     launching = (work.launches + shared.message * work.messages) * rates.host_ms * 1e-3
     power = shared.sharpness
     working = (on_device**power + launching**power) ** (1 / power)
@@ -226,6 +232,7 @@ def timed(
         "sharding": sharding,
         "tensor_parallel": tensor_parallel,
         "context_parallel": context_parallel,
+        "expert_parallel": expert_parallel,
         "messages": waits["pp"],
         "bubble": working * work.idle / (1 - work.idle),
         "offload": work.offload,
@@ -242,10 +249,10 @@ def work_of(counts: StepCounts, machine: Machine, config: Config, llama: LlamaCo
     compute = max(computed, key=lambda of_rank: of_rank.weight)
     busiest = counts.ranks[computed.index(compute)]
 
-    transfer = dict.fromkeys(AXES, 0.0)
-    latency = dict.fromkeys(AXES, 0.0)
+    transfer = dict.fromkeys((*AXES, "ep"), 0.0)
+    latency = dict.fromkeys((*AXES, "ep"), 0.0)
     for collective in busiest.collectives:
-        axis = collective.axis if collective.axis in AXES else "dp_shard"
+        axis = collective.axis if collective.axis in transfer else "dp_shard"
         bandwidth, seconds = _speed(collective, degrees, machine)
         transfer[axis] += collective.sent_bytes / bandwidth
         latency[axis] += collective.count * seconds
@@ -299,7 +306,8 @@ def _compute(rank: RankCounts, machine: Machine, compiled: bool, causal: float) 
     products = sum(product_seconds(product, machine) for product in rank.products)
     moved = float(rank.pointwise_bytes)
     if compiled:
-        moved *= COMPILED_BYTES
+        compiled_bytes = rank.pointwise_bytes - rank.never_compiled_bytes
+        moved = COMPILED_BYTES * compiled_bytes + rank.never_compiled_bytes
     for product in rank.products:
         if product.dtype in FLOAT8:  # both operands are rounded, mostly within other operators
             operands = (product.rows + product.columns) * product.inner
@@ -326,6 +334,8 @@ def _launched_blocks(
         passes += 1 / 3 / config.recompute.every
     elif config.recompute.mode == "memory_budget":
         passes += (1 - config.recompute.budget) / 3
+    if llama.num_experts:  # of which only attention is compiled
+        compiled = False
     return blocks * passes * (COMPILED_HOST if compiled else 1.0)
 
 
@@ -348,6 +358,11 @@ def ranks_per_node(axis: str, size: int, degrees: dict[str, int], machine: Machi
     """The number of ranks of a group along an axis that share a node."""
     if axis == "world":
         return min(size, machine.gpus_per_node)
+    if axis in ("ep", "expert_shard"):  # which divide dp_shard x cp, ep inside
+        inner = degrees["tp"]
+        if axis == "expert_shard":
+            inner *= degrees["dp_shard"] * degrees["cp"] // size
+        return min(size, max(1, machine.gpus_per_node // inner))
     of_weights = axis.endswith("dp_shard_cp")  # or a part of it
     name = "dp_shard" if of_weights else axis
     inner = math.prod(degrees[other] for other in AXES[AXES.index(name) + 1 :])
@@ -376,6 +391,10 @@ def _speed(
     if nodes > 1:
         bandwidth = min(bandwidth, together * machine.network_bandwidth)
         latency += machine.network_latency_us * math.log2(nodes)
+    if collective.kind == "all_to_all" and nodes > 1:
+        sent = size - 1  # parts of a rank's tensor, of which these go to other nodes
+        to_others = size - together
+        bandwidth = min(machine.link_bandwidth, machine.network_bandwidth * sent / to_others)
     if collective.kind in ("send", "recv"):  # from one GPU to one other
         latency = machine.link_latency_us
         if nodes > 1:
@@ -420,10 +439,11 @@ def _optimizer(
         return seconds, 0.0
     flops = 0
     for shape in block_shapes(llama).values():
-        if len(shape) == 2:
-            short = min(shape)
-            long = max(shape)
-            flops += 20 * short * short * long + 10 * short**3
+        if len(shape) == 2 or len(shape) == 3:  # an expert's matrices are matrices like others
+            short = min(shape[-2:])
+            long = max(shape[-2:])
+            number = math.prod(shape[:-2])
+            flops += number * (20 * short * short * long + 10 * short**3)
     share = flops * llama.num_layers / world_size
     return seconds, share / (machine.peak_tflops * 1e12)
 

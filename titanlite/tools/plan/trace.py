@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,14 @@ from titanlite.parallel.stage_split import stage_indices, stage_modules
 from titanlite.parallel.step import StepParts, Unmeasured, build_step_parts, optimizer_step
 from titanlite.rules.degrees import local_batches, num_processes
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.plan.counts import Collective, Memory, Product, RankCounts, StepCounts
+from titanlite.tools.plan.counts import (
+    Collective,
+    Memory,
+    Product,
+    RankCounts,
+    StepCounts,
+    equal_parts,
+)
 from titanlite.tools.plan.recorder import CATEGORIES, Recorder
 from titanlite.tools.verify.pool import Pool
 
@@ -157,7 +165,7 @@ def trace_rank(
     """The numbers of the first rank with this place in the pipeline, for each depth."""
     world_size = num_processes(degrees)
     join_pretended_group(pp_rank * (world_size // degrees["pp"]), world_size)
-    mesh = Mesh("cpu", degrees, config.comm.group_timeout_seconds)
+    mesh = Mesh("cpu", degrees, config.comm.group_timeout_seconds, config.parallel.ep)
     if not depths.blocks:
         return [count_step(config, llama, mesh)]
     num_stages = degrees["pp"] * config.parallel.stages_per_process
@@ -175,12 +183,30 @@ def trace_rank(
     return found
 
 
-def build_parts(config: Config, llama: LlamaConfig, mesh: Mesh) -> list[Llama]:
+def build_parts(config: Config, llama: LlamaConfig, mesh: Mesh, pretended: bool) -> list[Llama]:
     """This rank's parts of the model, parallelised, on the meta device. Blocks run eagerly."""
     hide_shape_inference()
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
-    return split_and_parallelize(model, config, mesh, compiled=False)
+    parts = split_and_parallelize(model, config, mesh, compiled=False)
+    if pretended and mesh.ep > 1:
+        for part in parts:
+            for block in part.layers.values():
+                experts = block.get_submodule("feed_forward.experts")
+                experts.forward = functools.partial(experts.forward, read=equal_sizes)
+    return parts
+
+
+def equal_sizes(sizes: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
+    """The rows that go to and come from each rank of ep if all experts are chosen equally often.
+
+    It takes the place of `read_sizes` of `expert_parallel.py` on pretended ranks, whose tokens
+    choose no experts: `sizes` (2, ep) has no numbers.
+    """
+    parts = []
+    for size, count in equal_parts(num_rows, sizes.shape[1]):
+        parts += count * [size]
+    return parts, parts
 
 
 def build_step(
@@ -228,7 +254,7 @@ def count_step(
     """
     device = torch.device("cpu")
     config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, loss="false"))
-    model_parts = build_parts(config, llama, mesh)
+    model_parts = build_parts(config, llama, mesh, pretended)
     with pretended_tensors() if pretended else contextlib.nullcontext():
         parts = build_step(model_parts, config, mesh, device)
         recorder = make(mesh, llama.vocab_size // mesh["tp"].size())
