@@ -43,6 +43,7 @@ SMALL = [
     "--compile.enabled=false",
 ]
 EIGHT = "training.global_batch_size=8"
+EXPERTS = ["model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_dim=48"]
 SLOW = [
     ["dp_shard=2", "tp=2"],
     ["dp_shard=2", EIGHT],  # two local batches
@@ -62,6 +63,11 @@ SLOW = [
      "model.embeddings=tied", "training.local_batch_size=4"],
     ["dp_shard=4", EIGHT, "parallel.reshard_after_forward=2", "optimizer.name=muon"],
     ["dp_shard=2", "training.compute_dtype=bfloat16", "training.reduce_dtype=float32"],
+    ["dp_shard=2", "ep=2", *EXPERTS, EIGHT],
+    ["dp_shard=2", "cp=2", "ep=2", *EXPERTS, "recompute.mode=selective"],
+    ["dp_shard=2", "tp=2", "ep=2", *EXPERTS, "recompute.mode=full"],
+    ["pp=2", "dp_shard=2", "ep=2", *EXPERTS],
+    ["dp_replicate=2", "tp=2", *EXPERTS],
 ]  # fmt: skip
 
 NOT_PLANNED = ("agreement", "loss", "metrics")  # of a logged step; plan does not count them
@@ -180,10 +186,15 @@ def check_numbers(recorded: list[Recorded]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [["dp_shard=2", "tp=2"], ["pp=2", "cp=2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "layout",
+    [["dp_shard=2", "tp=2"], ["pp=2", "cp=2"], ["pp=2", "dp_shard=2", *EXPERTS]],
+    ids=" ".join,
+)
 def test_a_logged_step_of_a_run_has_these_events(pool, options, tmp_path, layout):
     """Between two steps of train.py, as between two of explain."""
-    argv = [*options, *(f"--parallel.{degree}" for degree in layout), f"--run.folder={tmp_path}"]
+    argv = [*options, *(f"--{s}" if "." in s else f"--parallel.{s}" for s in layout)]
+    argv += [f"--run.folder={tmp_path}"]
     argv += ["--training.steps=3", "--validation.freq=0", "--training.compute_dtype=float32"]
     steps = pool.run(4, log_run, argv, timeout=120)
     config = load_config(argv)
@@ -192,6 +203,34 @@ def test_a_logged_step_of_a_run_has_these_events(pool, options, tmp_path, layout
     for lane, of_rank in zip(explanation.lanes, steps, strict=True):
         events = [(event.kind, event.ranks, event.whole_bytes) for event in lane.events]
         assert events == of_rank[1]
+
+
+@pytest.mark.slow
+def test_the_exchanges_of_a_block_with_experts(pool):
+    """With k 2, 32 tokens of a rank are 64 rows of 32 numbers, there and back."""
+    settings = ["dp_shard=2", "ep=2", *EXPERTS, "recompute.mode=full"]
+    config, llama, _ = run_of(settings)
+    explanation = explain(config, llama, 2, real=False, doubling=False)
+    exchanges = [event for event in explanation.lanes[0].events if event.axis == "ep"]
+    rows = 64 * 32 * 4
+    counts = 4 * 8
+    again = ", computed again for the backward"
+    for number in (0, 1):
+        block = f"layers.{number}"
+        forward = [
+            (f"counts: rows of {block} for each expert", counts),
+            (f"dispatch: rows of {block}", rows),
+            (f"combine: results of {block}", rows),
+        ]
+        backward = [
+            (f"combine: gradients of results of {block}", rows),
+            (f"dispatch: gradients of rows of {block}", rows),
+        ]
+        repeated = [(f"{text}{again}", nbytes) for text, nbytes in forward]
+        found = [
+            (event.tensor, event.whole_bytes) for event in exchanges if f"{block}" in event.tensor
+        ]
+        assert found == [*forward, *repeated, *backward]
 
 
 @pytest.mark.slow

@@ -27,3 +27,13 @@ def test_rows(degrees, shape, cuts, rows):
     stored = Stored("wq", shape, ("dp_shard_cp", "tp"), sizes, cuts, "")
     (parameter,) = holdings({0: [stored]}, degrees)
     assert [parameter.holdings[rank].rows for rank in range(4)] == rows
+
+
+def test_rows_of_experts():
+    """Eight experts over ep 2, then over the two ranks that hold the same four."""
+    axes = ("expert_shard", "ep", "tp")
+    cuts = ((0, 2), (0, 1), (-1, 1))
+    stored = Stored("experts.w1", (8, 48, 32), axes, (2, 2, 1), cuts, "")
+    (parameter,) = holdings({0: [stored]}, ONE | {"dp_shard": 2, "cp": 2})
+    rows = [parameter.holdings[rank].rows for rank in range(4)]
+    assert rows == [(0, 1), (4, 5), (2, 3), (6, 7)]

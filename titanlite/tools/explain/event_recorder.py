@@ -115,7 +115,8 @@ class EventRecorder(Recorder):
             self._read(args)  # what is used has been waited for
         parts = 1
         if kind and self.values:
-            parts = len(group_ranks(next(group for group in map(group_name, args) if group)))
+            if not _has_sizes(args):
+                parts = len(group_ranks(next(group for group in map(group_name, args) if group)))
             *_, given = tensors_in(args)
             self.before = ()
             if kind != "recv":  # which has nothing before
@@ -202,6 +203,11 @@ class EventRecorder(Recorder):
             dataclasses.replace(event, after=self.afters.get(event.number, ()))
             for event in self.events
         ]
+
+
+def _has_sizes(arguments: tuple[Any, ...]) -> bool:
+    """Whether an all-to-all has a size for each part: the parts of its tensors differ."""
+    return any(isinstance(one, list) and one and type(one[0]) is int for one in arguments)
 
 
 def excerpt(tensor: Tensor, parts: int) -> tuple[float | None, ...]:

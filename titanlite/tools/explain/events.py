@@ -19,6 +19,7 @@ PHASES = (
     "gradient sum",
     "clip",
     "update",
+    "balance",
     "agreement",
     "loss",
     "metrics",

@@ -34,7 +34,7 @@ from titanlite.tools.explain.events import (
 )
 from titanlite.tools.explain.holdings import holdings
 from titanlite.tools.explain.sentences import explained, unit_of
-from titanlite.tools.explain.step import Recorded, record_pretended, record_real
+from titanlite.tools.explain.step import Recorded, Stored, record_pretended, record_real
 from titanlite.tools.plan.trace import untraceable
 from titanlite.tools.verify.pool import Pool
 
@@ -101,7 +101,7 @@ def assemble(run: Run, llama: LlamaConfig, recorded: Sequence[Recorded], real: b
     by_stage = {one.coordinates["pp"]: one.stored for one in recorded}
     return Explanation(
         title=config.run.name,
-        degrees=degrees,
+        degrees=degrees | ({"ep": config.parallel.ep} if config.parallel.ep > 1 else {}),
         processes=num_processes(degrees),
         real=real,
         local_batches=local_batches(config.training, degrees),
@@ -186,7 +186,7 @@ def _pretend(pool: Pool, jobs: Sequence[tuple[Run, int]]) -> list[Recorded]:
 def _lane(recorded: Recorded, run: Run, llama: LlamaConfig) -> Lane:
     """One rank's events with their sentences, each counted as often as it happens."""
     replicated = {
-        stored.name: stored.shape
+        stored.name: _computed_shape(stored)
         for stored in recorded.stored
         if not any(
             axis == "tp" and cut[0] >= 0 for axis, cut in zip(stored.axes, stored.cuts, strict=True)
@@ -203,6 +203,14 @@ def _lane(recorded: Recorded, run: Run, llama: LlamaConfig) -> Lane:
             for event in events
         )
     return Lane(recorded.rank, recorded.coordinates, events, recorded.flops_after, recorded.peak)
+
+
+def _computed_shape(stored: Stored) -> tuple[int, ...]:
+    """The shape of a parameter as a rank computes with it, if tp does not divide it: ep may."""
+    if "ep" not in stored.axes:
+        return stored.shape
+    ep = stored.sizes[stored.axes.index("ep")]
+    return (stored.shape[0] // ep, *stored.shape[1:])
 
 
 def block_of(event: Event) -> str:

@@ -23,7 +23,11 @@ from titanlite.tools.explain.step import Stored
 
 def holding(stored: Stored, place: Mapping[str, int], cp: int) -> Holding:
     """The part that the rank at this place of the mesh stores."""
-    places = {**place, "dp_shard_cp": place["dp_shard"] * cp + place["cp"]}
+    shard = place["dp_shard"] * cp + place["cp"]
+    places = {**place, "dp_shard_cp": shard}
+    if "ep" in stored.axes:  # experts: ep divides these ranks, neighbours first
+        ep = stored.sizes[stored.axes.index("ep")]
+        places |= {"expert_shard": shard // ep, "ep": shard % ep}
     # A strided axis cuts last
     order = sorted(range(len(stored.axes)), key=lambda i: stored.cuts[i][1] > 1)
     ends = []

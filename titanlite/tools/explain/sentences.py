@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[3]
 FSDP = "titanlite/parallel/fsdp.py"
 TENSOR_PARALLEL = "titanlite/parallel/tensor_parallel.py"
 CONTEXT_PARALLEL = "titanlite/parallel/context_parallel.py"
+EXPERT_PARALLEL = "titanlite/parallel/expert_parallel.py"
+ROUTER_BALANCE = "titanlite/optim/router_balance.py"
 STEP = "titanlite/parallel/step.py"
 # Part of a step -> the line of the step, or of train.py after it, that calls it
 LOOP_LINES = {
@@ -31,6 +33,7 @@ LOOP_LINES = {
     "gradient sum": (STEP, "loss += stages.forward_backward("),
     "clip": (STEP, "grad_norm = clip_gradients("),
     "update": (STEP, "parts.optimizer.step()"),
+    "balance": (STEP, "parts.balance.finish_step()"),
     "agreement": ("train.py", "agreed = requests.agree("),
     "loss": ("train.py", "loss = mesh.sum_losses(loss)"),
     "metrics": ("train.py", "row = metrics.log("),
@@ -126,6 +129,12 @@ def _said(
             _of_loss(event.axis),
             place.line,
         )
+    if place.phase == "metrics" and event.kind == "all_reduce" and event.axis == "pp":
+        return (
+            "auxiliary loss and load of the experts of each block",
+            "a logged step has those of all blocks, and each stage has some",
+            line_of(ROUTER_BALANCE, "self.mesh.sum_stages(figures)"),
+        )
     if place.phase == "metrics":
         return (
             "step time and memory of every rank",
@@ -134,6 +143,12 @@ def _said(
         )
     if place.phase == "update":
         return _of_update(event)
+    if place.phase == "balance":
+        return (
+            "tokens and probabilities of each expert, of each block",
+            "the load of experts, and the auxiliary loss, are those of the whole global batch",
+            line_of(ROUTER_BALANCE, "means = self.mesh.sum_tokens(sums) / self.tokens"),
+        )
     if place.function == "sum_shared_gradients":
         return (
             "gradient of tok_embeddings.weight",
@@ -147,6 +162,8 @@ def _said(
         return _of_fsdp(event)
     if place.parameters:
         return _of_norm(event, before, stored)
+    if event.axis == "ep":
+        return _of_ep(event, before)
     if event.axis == "tp":
         return _of_tp(event, before)
     if event.axis == "cp":
@@ -174,6 +191,8 @@ def unit_of(parameters: Sequence[str]) -> str:
     """The name of a unit that FSDP gathers: layers.0, or norm and output."""
     modules = [name.rpartition(".")[0] for name in parameters]
     blocks = {match[0] for name in modules if (match := re.match(r"layers\.\d+", name))}
+    if len(blocks) == 1 and all(".experts." in name for name in parameters):
+        return f"{blocks.pop()}.feed_forward.experts"
     if len(blocks) == 1:
         return blocks.pop()
     return " and ".join(dict.fromkeys(modules))
@@ -191,6 +210,8 @@ def _of_fsdp(event: Event) -> tuple[str, str, str]:
     # Tied embeddings are in no unit: they remain for the model, with the last norm
     of_model = place.parameters[0].startswith("tok_embeddings") and number > 1
     cause = line_of(FSDP, "fully_shard(model" if of_model else "fully_shard(unit")
+    if event.axis == "expert_shard":
+        cause = line_of(FSDP, "fully_shard(experts")
     if event.kind == "all_gather":
         tensor = f"weights of {unit} ({parameters})"
         if place.phase == "forward":
@@ -238,6 +259,14 @@ def _of_norm(
         earlier += other.shape == event.shape
     name = replicated[earlier] if earlier < len(replicated) else unit_of(place.parameters)
     module = name.rpartition(".")[0].rpartition(".")[2]
+    if ".experts." in name or module == "router":
+        text = "gradient = [Partial()" if module != "router" else "style = SequenceParallel("
+        return (
+            f"gradient of {name}",
+            "the tokens are divided by sequence, and each rank has the gradient of those that it "
+            "routes or computes",
+            line_of(EXPERT_PARALLEL, text),
+        )
     cause = _row_of(module)
     why = "its input is divided by sequence, so each rank has the gradient of its own tokens"
     if module in ("q_norm", "k_norm"):
@@ -336,6 +365,47 @@ def _of_cp(event: Event) -> tuple[str, str, str]:
         "the queries of this rank attend to the tokens of all ranks",
         gathered,
     )
+
+
+def _of_ep(event: Event, before: Sequence[Event]) -> tuple[str, str, str]:
+    """Explains the exchanges of a block: in a forward counts, dispatch and combine, in its backward
+    the gradients of the last two, in reverse order.
+    """
+    place = event.place
+    block = ".".join(place.module.split(".")[:2])
+    again = ", computed again for the backward" if place.recomputed else ""
+    if event.dtype == "int64":
+        return (
+            f"counts: rows of {block} for each expert{again}",
+            "each rank must know how many rows it gets from each other one",
+            line_of(EXPERT_PARALLEL, "dist.all_to_all_single(received, counts"),
+        )
+    earlier = 0  # exchanges of rows of this pass
+    for other in reversed(before):
+        if other.axis != "ep" or other.dtype == "int64" or not _same_pass(other.place, place):
+            break
+        earlier += 1
+    of_gradient = place.phase == "backward" and not place.recomputed
+    dispatches = earlier % 2 == (1 if of_gradient else 0)
+    if dispatches:
+        tensor = f"dispatch: rows of {block}"
+        why = "each row is computed by the rank that has its expert"
+        if of_gradient:
+            why = "a row's gradient goes back to the rank of its token"
+        cause = line_of(EXPERT_PARALLEL, "arrived = AllToAll.apply(")
+    else:
+        tensor = f"combine: results of {block}"
+        why = "a row's result goes back to the rank of its token"
+        if of_gradient:
+            why = "the gradient of a result goes to the rank that has its expert"
+        cause = line_of(EXPERT_PARALLEL, "returned: Tensor = AllToAll.apply(")
+    if of_gradient:
+        tensor = tensor.replace(": ", ": gradients of ")
+    return tensor + again, why, cause
+
+
+def _same_pass(one: Place, other: Place) -> bool:
+    return (one.phase, one.module, one.recomputed) == (other.phase, other.module, other.recomputed)
 
 
 def _of_message(event: Event) -> tuple[str, str, str]:

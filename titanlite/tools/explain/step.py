@@ -108,7 +108,8 @@ def record(config: Config, llama: LlamaConfig, parts: StepParts, real: bool) -> 
         take_step(parts, batches[-1:], None)
     with recorder:
         take_step(parts, batches, recorder)
-    coordinates = {axis: mesh[axis].get_local_rank() for axis in mesh.degrees}
+    axes = [*mesh.degrees, "ep"] if mesh.ep > 1 else [*mesh.degrees]
+    coordinates = {axis: mesh[axis].get_local_rank() for axis in axes}
     return Recorded(
         dist.get_rank(),
         coordinates,
@@ -158,6 +159,9 @@ class _Phases(Unmeasured):
     def before_update(self) -> None:
         self.recorder.begins("update", -1, 1)
 
+    def after_update(self) -> None:
+        self.recorder.begins("balance", -1, 1)
+
     def _forward(self, i: int) -> None:
         is_last = i == len(self.numbers) - 1
         self.recorder.begins("forward", self.numbers[i], 1 if is_last else self.times)
@@ -191,6 +195,7 @@ def take_step(parts: StepParts, batches: list[Batch], recorder: EventRecorder | 
     begins("loss")
     loss = float(mesh.sum_losses(result.loss))
     begins("metrics")
+    parts.balance.columns()
     Ranks(parts.device).columns(work=0.0, memory=0.0)
     return loss
 

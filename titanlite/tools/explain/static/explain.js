@@ -18,7 +18,8 @@ function bytesText(number) {
 }
 
 function axisClass(axis) {
-  return axis.startsWith("dp") ? "dp" : ["tp", "cp", "pp"].includes(axis) ? axis : "world";
+  if (axis.startsWith("dp") || axis === "expert_shard") return "dp";
+  return ["tp", "cp", "pp", "ep"].includes(axis) ? axis : "world";
 }
 
 // Events of different ranks that are one communication: for each lane and event, its name.
