@@ -14,6 +14,7 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.tools.plan.machines import MACHINES
 from titanlite.tools.plan.search import (
     Candidate,
+    Held,
     as_toml,
     evaluate,
     proposals,
@@ -22,6 +23,7 @@ from titanlite.tools.plan.search import (
 )
 
 A100 = MACHINES["A100-80GB"]
+H100 = MACHINES["H100"]
 
 
 def model(*arguments: str) -> tuple[Config, LlamaConfig]:
@@ -80,6 +82,17 @@ def test_tensor_parallel_stays_in_a_node():
     four = replace(A100, gpus_per_node=4)
     degrees = {proposal.parallel.tp for proposal in proposals(config, llama, 32, four)}
     assert degrees == {1, 2, 4}
+
+
+def test_ep_is_tried_where_it_divides_the_ranks_and_the_experts():
+    config, llama = model("llama3_8b", "--model.flavor=qwen3_30b_a3b", "--parallel.ep=4")
+    tried = [one.parallel for one in proposals(config, llama, 8, H100)]
+    assert {one.ep for one in tried if one.dp_shard * one.cp == 8} == {1, 2, 4, 8}
+    assert {one.ep for one in tried if one.dp_shard * one.cp == 1} == {1}
+    held = Held(config, frozenset({"parallel.ep"}))
+    assert {one.parallel.ep for one in proposals(config, llama, 8, H100, held)} == {4}
+    dense, llama = model("llama3_8b")
+    assert {one.parallel.ep for one in proposals(dense, llama, 8, H100)} == {1}
 
 
 def test_the_winner_is_a_config(tmp_path):

@@ -104,6 +104,38 @@ def test_a_message_between_nodes_goes_through_one_port():
     assert inside == pytest.approx(1 / 450, rel=0.01)
 
 
+def test_an_all_to_all_over_nodes_goes_through_the_port_of_each_gpu():
+    """Of 16 parts of 1 GB, a rank keeps one, and sends 7 inside its node and 8 to the other."""
+    call = Collective("ep", "all_to_all", 16, 1, 16 * 10**9)
+    degrees = DEGREES | {"dp_shard": 16}
+    seconds = collective_seconds(call, degrees, H100, FULL_SPEED)
+    assert seconds == pytest.approx(8 / H100.network_bandwidth, rel=0.01)
+    inside = replace(call, size=8)
+    seconds = collective_seconds(inside, degrees, H100, FULL_SPEED)
+    assert seconds == pytest.approx(14 / H100.link_bandwidth, rel=0.01)
+
+
+def test_ep_is_inside_a_node_and_the_shards_of_experts_are_not():
+    degrees = DEGREES | {"dp_shard": 16, "tp": 2}
+    assert ranks_per_node("ep", 4, degrees, H100) == 4
+    assert ranks_per_node("ep", 8, degrees, H100) == 4
+    assert ranks_per_node("expert_shard", 8, degrees, H100) == 2  # ep 2, tp 2
+    assert ranks_per_node("expert_shard", 4, degrees, H100) == 1
+
+
+def test_exchanges_of_experts_are_waited_for():
+    flavor = ("--model.flavor=qwen3_30b_a3b", "--training.seq_len=4096")
+    without = planned(8, *flavor)
+    divided = planned(8, *flavor, "--parallel.ep=8")
+    assert without.expert_parallel == 0
+    rows = 512 // 8 * 6 * 48 * 8 * 4096 * 2048 * 2  # sequences, exchanges, blocks, rows, numbers
+    sent = rows * 7 / 8 / (H100.link_bandwidth * 1e9) / rates_of(H100).links
+    calls = 512 // 8 * (6 + 2) * 48  # of rows and of counts
+    latency = calls * 3 * H100.link_latency_us * 1e-6  # 3 steps among 8 GPUs
+    assert divided.expert_parallel == pytest.approx(sent + latency, rel=0.001)
+    assert divided.sharding < without.sharding
+
+
 def test_many_small_calls_cost_their_latency():
     calls = Collective("tp", "all_reduce", 8, 1000, 1000)
     seconds = collective_seconds(calls, {**DEGREES, "tp": 8}, H100, Rates())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor
 
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config
 from titanlite.distributed.mesh import Mesh
+from titanlite.model import moe
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.rules.check import check_layout
 from titanlite.rules.degrees import AXES, num_processes
@@ -29,6 +32,8 @@ SMALL = [
     "--compile.enabled=false",
 ]
 AS_IT_IS = Depths((), ())
+
+EXPERTS = ["model.num_experts=8", "model.experts_per_token=2", "model.expert_ffn_dim=48"]
 
 QUICK = [["pp=2", "dp_shard=2", "recompute.mode=selective"]]
 SLOW = [
@@ -66,6 +71,17 @@ SLOW = [
         *("pp=2", "dp_shard=2", "parallel.pp_schedule=Interleaved1F1B"),
         "parallel.reshard_after_forward=always",
     ],
+    [*EXPERTS, "dp_shard=2", "recompute.mode=selective"],
+    [*EXPERTS, "dp_shard=2", "ep=2"],
+    [*EXPERTS, "dp_shard=4", "ep=2", "recompute.mode=full"],
+    [*EXPERTS, "dp_shard=2", "cp=2", "ep=4", "recompute.mode=selective"],
+    [*EXPERTS, "dp_shard=2", "tp=2", "ep=2", "recompute.mode=full"],
+    [*EXPERTS, "dp_replicate=2", "dp_shard=2", "ep=2", "model.embeddings=untied"],
+    [*EXPERTS, "tp=2", "recompute.mode=selective"],
+    [*EXPERTS, "pp=2", "dp_shard=2", "ep=2"],
+    [*EXPERTS, "dp_shard=4", "ep=2", "parallel.reduce_every_microbatch=false"],
+    [*EXPERTS, "dp_shard=2", "ep=2", "lora.rank=4"],
+    [*EXPERTS, "dp_shard=4", "ep=2", "training.compute_dtype=bfloat16"],
 ]
 
 
@@ -83,8 +99,19 @@ def config_of(settings: list[str]) -> tuple[Config, LlamaConfig, dict[str, int]]
 
 
 def count_really(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Numbers:
-    mesh = Mesh("cpu", degrees, 60)
+    """The numbers of a real rank; of a mixture if all experts are chosen equally often."""
+    moe.choose = choose_in_turn
+    mesh = Mesh("cpu", degrees, 60, config.parallel.ep)
     return count_step(config, llama, mesh, pretended=False)
+
+
+def choose_in_turn(probabilities: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The first token chooses experts 0 to k - 1, the next one the k after these."""
+    highest, _ = probabilities.sort(dim=-1, descending=True, stable=True)
+    tokens, num = probabilities.shape
+    weights = highest[:, :k]
+    in_turn = torch.arange(tokens * k).view(tokens, k) % num
+    return weights / weights.sum(dim=-1, keepdim=True), in_turn
 
 
 @pytest.mark.parametrize(
@@ -104,6 +131,8 @@ def test_a_pretended_step_is_counted_as_a_real_one(pool, settings):
             compare(pretended, numbers)
         if settings not in ROUGH:
             assert collectives(pretended) == formula(config, llama, degrees, pp_rank)
+        if llama.num_experts:
+            assert products(pretended) == estimated_products(config, llama, degrees, pp_rank)
 
 
 # What was held also depends on when gloo ends a communication and frees its tensors; the other
@@ -131,6 +160,21 @@ def formula(
     }
 
 
+def products(numbers: Numbers) -> dict[tuple[object, ...], int]:
+    """(rows, inner, columns, dtype) -> products."""
+    return {key[1:]: count for key, count in numbers.items() if key[0] == "product"}
+
+
+def estimated_products(
+    config: Config, llama: LlamaConfig, degrees: dict[str, int], pp_rank: int
+) -> dict[tuple[object, ...], int]:
+    counts = estimate(config, llama, num_processes(degrees), "cpu")
+    return {
+        (one.rows, one.inner, one.columns, one.dtype): one.count
+        for one in counts.ranks[pp_rank].products
+    }
+
+
 def compare(pretended: Numbers, real: Numbers) -> None:
     for key in pretended | real:
         if key[0] not in INEXACT:
@@ -150,6 +194,26 @@ def compare(pretended: Numbers, real: Numbers) -> None:
     activations = real["kept", "activations"]
     difference = activations - pretended["kept", "activations"]
     assert abs(difference) <= 0.002 * activations + on_their_way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [[], ["dp_shard=2", "ep=2"]], ids=str)
+def test_a_mixture_keeps_what_is_estimated(pool, layout):
+    """Of its rows, products and router, beside a feed-forward: the rest of a block is the same."""
+    sizes = ["model.dim=128", "model.ffn_dim=256", "model.vocab_size=192", "training.seq_len=512"]
+    experts = ["model.num_experts=16", "model.experts_per_token=4", "model.expert_ffn_dim=80"]
+    dtype = "training.compute_dtype=bfloat16"
+    kept = []
+    for settings in ([*sizes, dtype, *layout[:1]], [*sizes, dtype, *experts, *layout]):
+        config, llama, degrees = config_of(settings)
+        ((numbers,),) = pool.run(1, trace_rank, config, llama, degrees, 0, AS_IT_IS, joins=False)
+        kept.append(numbers["kept", "activations"])
+    tokens = 2 * 512
+    rows = 4 * tokens
+    of_router = 16 * 16 * tokens
+    of_rows = rows * (2 * 2 * 128 + 4 * 2 * 80 + 16 + 2 + (16 if layout else 0))
+    dense = 4 * 2 * 256 * tokens  # w1, silu, w3 and their product; both keep the input
+    assert kept[1] - kept[0] == pytest.approx(4 * (of_router + of_rows - dense), rel=0.01)
 
 
 @pytest.mark.slow

@@ -43,6 +43,18 @@ def test_of_many_layers_some_are_shown_and_only_of_one_run(tmp_path):
     assert "Gradient norm of each layer" not in by_title([run, run])
 
 
+def test_the_load_of_experts_is_drawn_for_each_block(tmp_path):
+    loads = {f"expert_load/layers.{block}": 1.0 + block for block in range(3)}
+    metrics = [{"step": step, "expert_load": 3.0, "router_loss": 2.1, **loads} for step in (1, 2)]
+    found = by_title([read_run(write_run(tmp_path / "a", metrics))])
+    assert found["Load of the experts"]["series"][0]["y"] == [3.0, 3.0]
+    assert found["Auxiliary loss of the router"]["series"][0]["y"] == [2.1, 2.1]
+    each = found["Load of the experts of each block, most over mean"]["series"]
+    assert {one["label"]: one["y"][-1] for one in each} == {
+        "layers.0": 1.0, "layers.1": 2.0, "layers.2": 3.0,
+    }  # fmt: skip
+
+
 def test_two_runs_are_in_the_same_charts(tmp_path):
     runs = [read_run(write_run(tmp_path / "a")), read_run(write_run(tmp_path / "b", rows(1000)))]
     found = by_title(runs)

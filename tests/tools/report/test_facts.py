@@ -37,6 +37,15 @@ def test_several_validation_sets_have_names_and_their_mean_too(tmp_path):
     assert facts["perplexity, mean"] == "12.18"
 
 
+def test_the_load_of_experts_is_named_by_block(tmp_path):
+    """Tokens of the most chosen of 4 experts over the mean: 24 of 64 is 1.5; blocks by number."""
+    first = {"step": 1, "expert_load/layers.2": 4.0, "expert_load/layers.10": 4.0}
+    last = {"step": 2, "expert_load/layers.2": 1.25, "expert_load/layers.10": 24 / (64 / 4)}
+    facts = dict(table(read_run(write_run(tmp_path / "a", [first, last]))))
+    assert facts["expert load, most/mean"] == "1.50 in layers.10"
+    assert facts["expert load by block"] == "2: 1.25, 10: 1.50"
+
+
 def test_what_is_not_known_is_left_out(tmp_path):
     assert list(dict(table(read_run(tmp_path)))) == ["state", "steps"]
 

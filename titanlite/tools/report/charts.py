@@ -119,6 +119,19 @@ CHARTS = (
     ),
     Chart(
         "Optimisation",
+        "Load of the experts",
+        "",
+        (Line("expert_load", "highest of all blocks", "smooth"),),
+        "tokens of the expert that is chosen most often, divided by the mean; 1 is balanced",
+    ),
+    Chart(
+        "Optimisation",
+        "Auxiliary loss of the router",
+        "",
+        (Line("router_loss", "without its coefficient", "smooth"),),
+    ),
+    Chart(
+        "Optimisation",
         "Distance from the median",
         "robust z",
         (Line("loss_z", "loss", "smooth"), Line("grad_norm_z", "gradient norm", "smooth")),
@@ -134,6 +147,7 @@ LAYERS = {
     "activation_rms": "Root mean square of activations",
     "activation_max": "Largest activation of each block",
     "attention_logit": "Largest attention logit of each block",
+    "expert_load": "Load of the experts of each block, most over mean",
 }
 
 

@@ -52,6 +52,7 @@ def table(run: Run) -> list[tuple[str, str]]:
         ("parameters", f"{parameters:,}" if type(parameters) is int else ""),
         ("batch", _batch(run)),
     ]
+    rows += _expert_load(run)
     rows += [(name, str(about.get(name, ""))[:200]) for name in ("device", "layout", "torch")]
     return [(name, value) for name, value in rows if value]
 
@@ -140,6 +141,25 @@ def _evaluations(run: Run) -> list[tuple[str, str]]:
             result += f" ± {errors[-1]:.4f}"
         rows.append((f"evaluated: {label}", f"{result} at step {column.steps[-1]:,}"))
     return rows
+
+
+def _expert_load(run: Run) -> list[tuple[str, str]]:
+    """The load of a mixture's experts in the last row: the most chosen one's tokens over the mean,
+    the highest of all blocks and each block's.
+    """
+    prefix = "expert_load/layers."
+    blocks = sorted(
+        int(name.removeprefix(prefix))
+        for name in run.columns
+        if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()
+    )
+    loads = [float(run.column(f"{prefix}{block}").values[-1]) for block in blocks]
+    if not loads:
+        return []
+    highest = max(loads)
+    where = f"{highest:.2f} in layers.{blocks[loads.index(highest)]}"
+    each = ", ".join(f"{block}: {load:.2f}" for block, load in zip(blocks, loads, strict=True))
+    return [("expert load, most/mean", where), ("expert load by block", each)]
 
 
 def _wall(run: Run) -> str:

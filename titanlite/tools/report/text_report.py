@@ -27,6 +27,8 @@ CURVES = {
     "mfu": ("MFU, %", "{:.1f}"),
     "memory_gib": ("memory, GiB", "{:.2f}"),
     "noise_scale": ("noise scale", "{:.3g}"),
+    "expert_load": ("expert load", "{:.2f}"),
+    "router_loss": ("router loss", "{:.4g}"),
 }
 LAST_EVENTS = 10
 
