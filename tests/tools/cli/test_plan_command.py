@@ -38,6 +38,7 @@ def test_the_output_in_the_documentation_is_that_of_the_command(capsys):
         ["llama3_405b", "--gpus=512", "--parallel.pp=8", "--training.local_batch_size=8"],
         ["llama3_8b", "--gpus=1", "--days=30"],
         ["llama3_1b", "--lora.rank=8", "--gpus=2", "--gpu=A10G", "--flops=1e20"],
+        ["llama3_8b", "--model.flavor=qwen3_30b_a3b", "--gpus=64", "--parallel.ep=8"],
     ],
     ids=" ".join,
 )
@@ -108,6 +109,19 @@ def test_a_search_holds_the_keys_of_the_command_line(capsys):
 def test_the_title_names_the_model_that_is_planned(capsys):
     text = printed(capsys, "llama3_8b", "--model.flavor=llama2_7b", "--gpus=8")
     assert text.startswith("llama3_8b (model llama2_7b): 6,738,415,616 parameters\n")
+
+
+def test_a_mixture_has_active_parameters_and_no_error_of_dense_models(capsys):
+    arguments = ["llama3_8b", "--model.flavor=qwen3_30b_a3b", "--gpus=8", "--parallel.ep=8"]
+    text = " ".join(printed(capsys, *arguments).split())
+    assert "30,532,122,624 parameters, of which a token uses 3,353,032,704" in text
+    assert "layout: dp_shard 8, ep 8" in text
+    assert "6 N is 2.012e+10" in text  # 6 x 3,353,032,704
+    assert "no published row of a mixture was fitted" in text
+    assert "in the median" not in text
+    contents = json.loads(printed(capsys, *arguments, "--json"))
+    assert contents["active_parameters"] == 3_353_032_704
+    assert contents["time_error"] is None
 
 
 def test_an_unknown_price_is_no_price(capsys):

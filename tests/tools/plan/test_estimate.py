@@ -24,8 +24,6 @@ from titanlite.tools.plan.estimate_memory import (
     sharded_gradients,
     states,
 )
-from titanlite.tools.plan.machines import MACHINES
-from titanlite.tools.plan.step_time import step_time
 
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
@@ -409,86 +407,6 @@ def test_a_stage_may_have_no_block(split, without):
     assert min(rank.memory.total for rank in ranks) > 0
     numbers = [sum(product.count for product in rank.products) for rank in ranks]
     assert numbers[without] < numbers[1 - without]
-
-
-def mixture(world_size: int, *arguments: str) -> RankCounts:
-    """Of qwen3_30b_a3b: 48 blocks, D 2048, 128 experts of width 768, of which a token uses 8."""
-    flavor = ("--model.flavor=qwen3_30b_a3b", "--training.seq_len=4096")
-    return rank_of(world_size, "llama3_8b", *flavor, *arguments)
-
-
-@pytest.mark.parametrize(("gpus", "ep"), [(8, 1), (8, 8), (64, 8), (64, 16)])
-def test_each_parameter_of_a_mixture_is_held_once(gpus, ep):
-    """The published number, whatever of it is divided over ep and whatever over FSDP's shards."""
-    rank = mixture(gpus, f"--parallel.ep={ep}")
-    assert gpus * rank.num_parameters == pytest.approx(30_532_122_624, rel=1e-4)
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_products_of_a_mixture_are_those_of_its_active_parameters(tp):
-    """3.35 billion, less the embedding, a lookup, and the norms, which are no products."""
-    options = ("--training.global_batch_size=8", "--recompute.mode=none", f"--parallel.tp={tp}")
-    rank = mixture(8, *options, "--parallel.ep=4")
-    embedding = 151936 * 2048
-    norms = 48 * (2 * 2048 + 2 * 128) + 2048
-    tokens = 8 * 4096
-    flops = 6 * (3_353_032_704 - embedding - norms) * tokens
-    assert 8 * sum(product.flops for product in rank.products) == flops
-
-
-@pytest.mark.parametrize(("mode", "exchanges"), [("none", 4), ("selective", 6), ("full", 6)])
-def test_exchanges_of_a_mixture(mode, exchanges):
-    """Two per block and forward, two in the backward, and two where a forward is repeated: 8 rows
-    of 2048 numbers in bfloat16 per token, and once a forward 128 counts of 8 bytes.
-    """
-    options = (f"--recompute.mode={mode}", "--training.global_batch_size=16")
-    found = mixture(8, *options, "--parallel.ep=8").collectives
-    (calls,) = [call for call in found if call.axis == "ep"]
-    forwards = 2 * 48  # local batches, blocks
-    counts = exchanges // 2 - 1
-    assert calls.kind == "all_to_all"
-    assert calls.count == forwards * (exchanges + counts)
-    rows = 8 * 4096 * 2048 * 2
-    assert calls.whole_bytes == forwards * (exchanges * rows + counts * 128 * 8)
-    assert calls.sent_bytes == calls.whole_bytes * 7 // 8
-
-
-def test_ep_gathers_fewer_experts_and_keeps_what_it_permutes():
-    """604 million numbers of a block's experts in bfloat16, of which ep 8 gathers an eighth."""
-    options = ("--training.global_batch_size=64", "--recompute.mode=none")
-    whole = mixture(64, *options).memory
-    divided = mixture(64, *options, "--parallel.ep=8").memory
-    experts = 3 * 128 * 768 * 2048
-    assert whole.gathered - divided.gathered == 2 * experts * 7 // 8
-    assert whole.parameters == pytest.approx(divided.parameters, rel=0.001)
-    orders = 48 * 8 * 4096 * 16  # of the rows that arrive, and back
-    between = 2 * 8 * 4096 * 2048 * 2  # two more tensors of rows at the end of a forward
-    assert divided.activations - whole.activations == orders + between
-
-
-def test_one_published_mixture():
-    """prime-rl's FSDP2 on 8 H200, 16,384 tokens, full recomputation: 4,379 tokens/s, of which the
-    plan predicts 1.5 times as many (docs/plan.md).
-    """
-    options = ("--training.local_batch_size=1", "--training.global_batch_size=8")
-    options += ("--training.seq_len=16384", "--recompute.mode=full", "--loss.num_chunks=1")
-    flavor = ("--model.flavor=qwen3_30b_a3b", "--compile.loss=false")
-    config, llama = model("llama3_8b", *flavor, *options)
-    counts = estimate(config, llama, 8)
-    speed = step_time(counts, MACHINES["H200"], config, llama).tokens_per_second
-    assert 1.4 < speed / 4378.8 < 1.6
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model.flavor=qwen3_30b_a3b", "--parallel.ep=3"], r"parallel.ep = 3 does not divide"),
-        (["--parallel.ep=2"], r"parallel.ep = 2: model.num_experts = 0, a dense model"),
-    ],
-)
-def test_an_ep_that_does_not_divide_is_refused(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        rank_of(8, "llama3_8b", *arguments)
 
 
 def test_a_layout_that_is_not_allowed_is_refused():

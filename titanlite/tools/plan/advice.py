@@ -112,8 +112,9 @@ def _changes(config: Config, llama: LlamaConfig) -> Iterator[tuple[str, Config]]
         changed = replace(parallel, **{axis: degree, "dp_shard": -1})
         yield f"parallel.{axis} = {degree}", replace(config, parallel=changed)
     if llama.num_experts:
-        yield f"parallel.ep = {2 * parallel.ep}", replace(
-            config, parallel=replace(parallel, ep=2 * parallel.ep)
+        yield (
+            f"parallel.ep = {2 * parallel.ep}",
+            replace(config, parallel=replace(parallel, ep=2 * parallel.ep)),
         )
     if parallel.dp_replicate > 1:
         changed = replace(parallel, dp_replicate=1, dp_shard=-1)

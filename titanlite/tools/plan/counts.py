@@ -20,8 +20,8 @@ RING_PARTS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all
 class Collective:
     """The calls of one kind along one axis in a step."""
 
-    # pp, dp_replicate, dp_shard, cp or tp; dp_shard_cp: weights, where cp is used; with experts that
-    # are divided, ep, and expert_shard: their weights; world: all ranks
+    # pp, dp_replicate, dp_shard, cp or tp; dp_shard_cp: weights, where cp is used; ep, and
+    # expert_shard: weights of experts that ep divides; world: all ranks
     axis: str
     kind: str  # all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send or recv
     size: int  # ranks of the group
@@ -63,7 +63,7 @@ class Product:
 
 
 def equal_parts(total: int, parts: int) -> Iterator[tuple[int, int]]:
-    """Divides a number into integers that differ by at most 1: yields each, and how often it occurs.
+    """Divides a number into integers that differ by at most 1: yields (integer, how many).
 
     So the rows of experts are divided if all are chosen equally often.
     """

@@ -39,7 +39,7 @@ def expert_rows(layout: Layout) -> int:
 
 
 def repeats_experts(layout: Layout, number: int) -> bool:
-    """Whether a block's mixture is computed again: not by the compiler, which compiles attention."""
+    """Whether a block's mixture is computed again; the compiler repeats attention only."""
     recompute = layout.config.recompute
     return recompute.mode in ("full", "selective") and number % recompute.every == 0
 
@@ -105,12 +105,9 @@ def passing_through_experts(layout: Layout) -> float:
     results before the second one, in the order of experts and of ranks.
     """
     llama = layout.llama
-    wide = 3 * llama.expert_ffn_dim
-    if layout.ep > 1:
-        wide = max(wide, 4 * llama.dim)
-    else:
-        wide = max(wide, 2 * llama.dim)
-    return expert_rows(layout) * wide * layout.compute_bytes
+    results = 4 if layout.ep > 1 else 2
+    width = max(3 * llama.expert_ffn_dim, results * llama.dim)
+    return expert_rows(layout) * width * layout.compute_bytes
 
 
 def expert_bytes(layout: Layout, stages: list[Stage]) -> int:

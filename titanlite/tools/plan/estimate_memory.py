@@ -3,7 +3,8 @@
 What it is: bytes per token that a block keeps for its backward, by recomputation mode, eager or
 compiled; what FSDP gathers and reduces; the loss; and from these the four moments that can be the
 highest: in the loss, when everything is kept; at the beginning and at the end of the backward; in
-the update. What a program reserves is more: `reserved_bytes`. Imports no torch. Letters:
+the update. What a program reserves is more: `reserved_bytes`. With experts in place of the
+feed-forward, `estimate_experts.py` has what they keep. Imports no torch. Letters:
 docs/parallelism.md.
 What is kept of a block, per token (b bytes per number):
 

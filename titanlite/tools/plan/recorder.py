@@ -302,23 +302,27 @@ class Recorder(TorchDispatchMode):
     def _product(self, operands: tuple[Any, ...]) -> None:
         left, right = operands[:2]
         batch = math.prod(left.shape[:-2])
-        rows, inner = left.shape[-2:]
-        dtype = str(left.dtype).removeprefix("torch.")
-        columns = right.shape[-1]
-        self.counts["product", rows, inner, columns, dtype] += self.times * batch
-        self.flops += 2 * batch * rows * inner * columns
+        self._count_products(left.shape[-2], left.shape[-1], right.shape[-1], left.dtype, batch)
+
+    def _count_products(
+        self, rows: int, inner: int, columns: int, dtype: torch.dtype, count: int
+    ) -> None:
+        name = str(dtype).removeprefix("torch.")
+        self.counts["product", rows, inner, columns, name] += self.times * count
+        self.flops += 2 * count * rows * inner * columns
 
     def _grouped_product(self, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
         """Counts the products of experts, which are divided equally: their sizes are numbers on the
         device.
         """
-        dtype = str(rows.dtype).removeprefix("torch.")
         columns = matrices.shape[-1]
-        divided = 1 if matrices.ndim == 2 else 0  # 1: of a gradient (columns, R) times (R, inner)
-        for size, count in equal_parts(rows.shape[divided], len(ends)):
-            shape = (rows.shape[0], size) if divided else (size, rows.shape[1])
-            self.counts["product", *shape, columns, dtype] += self.times * count
-            self.flops += 2 * count * shape[0] * shape[1] * columns
+        is_gradient = matrices.ndim == 2  # of matrices: (rows, R) times (R, columns)
+        height, width = rows.shape
+        for size, count in equal_parts(width if is_gradient else height, len(ends)):
+            if is_gradient:
+                self._count_products(height, size, columns, rows.dtype, count)
+            else:
+                self._count_products(size, width, columns, rows.dtype, count)
 
     def _attention(self, name: str, inputs: list[Tensor]) -> None:
         first = 1 if "backward" in name else 0  # after the gradient of the result

@@ -22,8 +22,8 @@ An all-to-all sends to each rank of the group its own part, so what goes to othe
 through the port of the GPU that has it.
 
 What overlaps: FSDP's collectives with the computation of other units; only what is longer than the
-computation is waited for, and the communication slows the computation by SLOWDOWN of its time. tp
-and cp are waited for in full, with `async_tp` the half of tp; so is ep. In a pipeline the collectives of
+computation is waited for, and the communication slows the computation by SLOWDOWN of its time. tp,
+cp and ep are waited for in full, with `async_tp` the half of tp. In a pipeline the collectives of
 weights come before and after the microbatches. A rank is idle for the schedule's bubble. The GPU
 works while the CPU launches; where both take about equally long, each waits for the other at times,
 so the two of them take (gpu^3 + cpu^3)^(1/3).
@@ -439,7 +439,7 @@ def _optimizer(
         return seconds, 0.0
     flops = 0
     for shape in block_shapes(llama).values():
-        if len(shape) == 2 or len(shape) == 3:  # an expert's matrices are matrices like others
+        if len(shape) >= 2:  # an expert's matrices are matrices like others
             short = min(shape[-2:])
             long = max(shape[-2:])
             number = math.prod(shape[:-2])
