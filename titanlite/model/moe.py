@@ -95,15 +95,24 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         k = self.experts_per_token
-        probabilities = self.probabilities(self.router(x)).flatten(0, 1)  # (T, E), fp32
-        weights, chosen = choose(probabilities, k)  # (T, k)
+        weights, chosen = self.route(x)  # (T, k)
         # `order` (R,): the copies of tokens, sorted by expert
         experts, order = chosen.flatten().sort(stable=True)
         counts = count(experts, self.num_experts)
         rows = x.flatten(0, 1).repeat_interleave(k, dim=0)[order]  # (R, D)
-        outputs = self.experts(rows, counts)[order.argsort()]  # (R, D), in the order of tokens
+        outputs = restore_order(self.experts(rows, counts), order)  # (R, D), by token
         outputs = outputs.unflatten(0, (-1, k)) * weights[..., None].type_as(x)  # (T, k, D)
         return outputs.sum(dim=1).view_as(x)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Chooses the experts of each token: weights and numbers of experts, both (T, k)."""
+        probabilities = self.probabilities(self.router(x)).flatten(0, 1)  # (T, E), fp32
+        return choose(probabilities, self.experts_per_token)
+
+
+def restore_order(rows: Tensor, order: Tensor) -> Tensor:
+    """Undoes `rows[order]`."""
+    return rows[order.argsort()]
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:

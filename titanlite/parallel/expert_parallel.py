@@ -43,7 +43,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from titanlite.distributed.mesh import Mesh
-from titanlite.model.moe import ExpertLinear, Experts, MixtureOfExperts, multiply
+from titanlite.model.moe import (
+    ExpertLinear,
+    Experts,
+    MixtureOfExperts,
+    multiply,
+    restore_order,
+)
 
 if TYPE_CHECKING:
     from titanlite.model.llama import Llama
@@ -120,7 +126,8 @@ def compute_elsewhere(
     order = experts_of_rows.argsort(stable=True)  # by expert, then by rank
     own_counts = received.unflatten(0, (ep, local)).sum(dim=0)  # (E/ep,)
     outputs = Experts.forward(experts, arrived[order], own_counts)
-    returned: Tensor = AllToAll.apply(outputs[order.argsort()], got_from, sent_to, group)
+    outputs = restore_order(outputs, order)  # by rank, then by expert
+    returned: Tensor = AllToAll.apply(outputs, got_from, sent_to, group)
     return returned
 
 

@@ -19,7 +19,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capfd):
     assert verify([*SMALL, *layouts, "--json", str(found)]) == 0
     rows = json.loads(found.read_text())
     assert [row["layout"] for row in rows] == ["dp_shard=2", "tp=2,recompute.mode=full"]
-    assert set(rows[0]) == {"layout", "processes", *FIGURES, "seconds", "passed"}
+    assert set(rows[0]) == {"layout", "processes", *FIGURES, "decisions", "seconds", "passed"}
     table = capfd.readouterr().out
     assert "2 of 2 layouts" in table
     assert table.count("passed") == 2

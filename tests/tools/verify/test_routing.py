@@ -1,14 +1,25 @@
-"""The reference's auxiliary loss and counts are those of the choices that the model makes."""
+"""The reference's auxiliary loss and choices are the model's, and other choices are found."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 from model_builder import SMALL, small_model
+from torch.utils.checkpoint import checkpoint
 
-from titanlite.tools.verify.routing import Routing
+from titanlite.config.load import load_config
+from titanlite.distributed.mesh import Mesh
+from titanlite.rules.degrees import AXES
+from titanlite.tools.verify.compare import fill_weights
+from titanlite.tools.verify.routing import (
+    Decisions,
+    Routing,
+    compare_decisions,
+    token_places,
+)
 
 EXPERTS = dataclasses.replace(SMALL, num_experts=4, experts_per_token=2, expert_ffn_dim=24)
 
@@ -29,11 +40,12 @@ def test_equal_loads_cost_k_and_skewed_ones_more():
         routing.loads[name] = counts / 16
     skewed = float(routing.loss(16).detach())
     assert skewed > 0.5 * 2
-    expected = {name: load * 16 for name, load in routing.loads.items()}
+    expected = dict(routing.loads)
     routing.finish_step()
-    for name, counts in routing.chosen.items():
-        assert counts.sum() == 2 * 16
-        assert torch.equal(counts.float(), expected[name])
+    for name, experts in routing.chosen.items():
+        assert experts.shape == (16, 2)
+        counts = torch.stack([(experts == expert).sum() for expert in range(4)])
+        assert torch.equal(counts / 16, expected[name])
 
 
 def test_a_dense_model_has_no_router():
@@ -43,3 +55,75 @@ def test_a_dense_model_has_no_router():
     assert routing.loss(4) == 0
     routing.finish_step()
     assert routing.chosen == {}
+
+
+def test_each_token_is_compared_once_also_with_recomputation():
+    """Two local batches of two rows, as forwards of one model; the second is recomputed too."""
+    tokens = torch.randint(101, (4, 8), generator=torch.Generator().manual_seed(1))
+    alone = small_model(config=EXPERTS)
+    routing = Routing(alone, weight=0.0)
+    alone(tokens)
+    routing.finish_step()
+    model = small_model(config=EXPERTS)
+    for block in model.layers.values():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    decisions = Decisions(model)
+    places = [torch.arange(16), torch.arange(16, 32)]
+    for rows in (tokens[:2], tokens[2:]):
+        model(rows).sum().backward()
+    compared = compare_decisions([decisions], places, routing.chosen, seq_len=8)
+    assert compared == (3 * 32, 0, "")
+    for rows in (tokens[2:], tokens[:2]):  # in the wrong order
+        model(rows).sum().backward()
+    other = compare_decisions([decisions], places, routing.chosen, seq_len=8)
+    assert other.number == 3 * 32
+    assert other.different > 16
+    assert other.example.startswith("layers.0: token ")
+    assert " of sequence 0 chose experts [" in other.example
+
+
+def places_of_rank(layout: dict[str, int], method: str) -> list[torch.Tensor]:
+    degrees = dict.fromkeys(AXES, 1) | layout
+    options = ["seq_len=8", "global_batch_size=4", "local_batch_size=2"]
+    config = load_config(
+        ["debug", f"--parallel.cp_method={method}", *(f"--training.{x}" for x in options)]
+    )
+    mesh = Mesh("cpu", degrees, 60)
+    return token_places([2 * mesh.data_rank], config, mesh)
+
+
+@pytest.mark.parametrize(
+    ("layout", "method", "first_row"),  # first_row: the tokens of sequence 0 on rank 0
+    [
+        ({"cp": 2}, "all_gather", [0, 1, 6, 7]),
+        ({"cp": 2}, "ulysses", [0, 1, 2, 3]),
+        ({"tp": 2}, "all_gather", [0, 1, 2, 3]),
+        ({"dp_shard": 2}, "all_gather", [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"pp": 2}, "all_gather", [0, 1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_places_are_those_of_the_global_batch(pool, layout, method, first_row):
+    ranks = pool.run(2, places_of_rank, layout, method)
+    assert ranks[0][0][: len(first_row)].tolist() == first_row
+    if "pp" in layout:  # both ranks see all microbatches, of one sequence each
+        assert [places.tolist() for places in ranks[1]] == [list(range(8)), list(range(8, 16))]
+    else:
+        tokens = torch.cat([places for rank in ranks for places in rank])
+        rows = 4 if "dp_shard" in layout else 2
+        assert sorted(tokens.tolist()) == list(range(8 * rows))
+
+
+def test_in_the_first_step_two_experts_tie_for_many_tokens():
+    """A tie matters if one expert has a higher logit, and one a lower."""
+    model = small_model(config=EXPERTS)
+    fill_weights([model])
+    routing = Routing(model, weight=0.0)
+    model(torch.randint(101, (8, 16), generator=torch.Generator().manual_seed(3)))
+    of_blocks = {name: logits[0] for name, logits in routing.logits.items()}
+    routing.finish_step()
+    for name, logits in of_blocks.items():
+        assert (logits[:, :2] == 0).all()
+        matters = (logits[:, 2:] > 0).sum(dim=1) == 1
+        assert matters.sum() > 20
+        assert (routing.chosen[name][matters][:, 0] == 0).all()
+        assert (routing.chosen[name][matters] != 1).all()

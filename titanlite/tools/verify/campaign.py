@@ -2,7 +2,9 @@
 
 What it is: each layout of the ladder runs on a pool of workers and is compared with a reference,
 which is computed once for each model shape. A table shows the differences and whether they are
-within the tolerance of the dtype: in fp32 a layout may differ by the order of additions.
+within the tolerance of the dtype: in fp32 a layout may differ by the order of additions. The number
+of router decisions is that of a mixture of experts: each token of each step and block has one, and
+all must be equal.
 Why it is here: layouts compute in fp32, also on GPUs, unless their name has another dtype. The
 rounding of bf16 would hide small mistakes.
 What it costs: minutes on a laptop for the default config, and the gradients and parameters of the
@@ -59,6 +61,7 @@ def run_cases(
             key = reference_key(case.config, llama)
             started = time.monotonic()
             differences = dict.fromkeys(FIGURES, float("nan"))
+            decisions = 0
             error = ""
             try:
                 if key not in references:
@@ -71,9 +74,10 @@ def run_cases(
                 )
                 for name in FIGURES:
                     differences[name] = functools.reduce(larger, [rank[name] for rank in ranks])
+                decisions = int(ranks[0]["decisions"])
             except WorkerError as problem:
                 error = str(problem)
-            rows.append(judge(case, differences, time.monotonic() - started))
+            rows.append(judge(case, differences, time.monotonic() - started, decisions))
             _show(rows[-1], width, error)
 
 
@@ -107,8 +111,13 @@ def tolerances_of(case: Case) -> dict[str, float]:
     return TOLERANCES[least_precise]
 
 
-def judge(case: Case, differences: dict[str, float], seconds: float) -> dict[str, Any]:
-    """Makes a row of the result. NaN does not pass."""
+def judge(
+    case: Case, differences: dict[str, float], seconds: float, decisions: int = 0
+) -> dict[str, Any]:
+    """Makes a row of the result. NaN does not pass.
+
+    `decisions`: how many of routers were compared; 0 without experts, and in lower precision.
+    """
     tolerances = tolerances_of(case)
     passed = all(differences[name] <= tolerances[name] for name in FIGURES)
     # JSON has no NaN
@@ -119,6 +128,7 @@ def judge(case: Case, differences: dict[str, float], seconds: float) -> dict[str
         "layout": case.name,
         "processes": case.processes,
         **figures,
+        "decisions": decisions,
         "seconds": seconds,
         "passed": passed,
     }
@@ -129,6 +139,8 @@ def _show(row: dict[str, Any], width: int, error: str) -> None:
         f"{'-':>10}" if row[name] is None else f"{row[name]:10.1e}" for name in FIGURES
     )
     verdict = "passed" if row["passed"] else "FAILED"
+    if row["decisions"]:
+        verdict += f", {row['decisions']:,} router decisions equal"
     print(
         f"{row['layout']:{width}}  {row['processes']:9}  {figures}  {row['seconds']:7.1f}  "
         f"{verdict}",

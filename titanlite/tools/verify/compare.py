@@ -5,7 +5,8 @@ nothing of `parallel/` (but the rounding of `float8.enabled`), `optim/clip.py` o
 With `data.document_mask` it computes each document alone, without a mask and without positions.
 `measure` takes the steps of train.py (`parallel/step.py`) in a layout, and compares the
 loss and the gradient norm of each step, each parameter's full gradient at the first step, and the
-parameters after the last step. It also fails if anything is compiled after the second step.
+parameters after the last step. Of a mixture of experts it compares the experts that each token
+chooses, in each step and block. It also fails if anything is compiled after the second step.
 Why it is here: a mistake in parallel code often changes the numbers only slightly. The data makes
 such mistakes visible: the sequences have different numbers of targets, so a mean of means differs
 from the mean, and tokens are uniformly distributed, so every entry of the vocabulary is used. With
@@ -39,7 +40,6 @@ from titanlite.distributed.torch_private import num_compiled_graphs
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 from titanlite.optim.loss_scale import LossScale
-from titanlite.optim.router_balance import RouterBalance
 from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.float8 import apply_float8
 from titanlite.parallel.lora import apply_dropout, apply_lora
@@ -47,7 +47,12 @@ from titanlite.parallel.parallelize import assign_shard, build_model_parts, free
 from titanlite.parallel.step import Unmeasured, build_step_parts, optimizer_step
 from titanlite.rules.check import check_layout
 from titanlite.rules.compiled import compiles_loss
-from titanlite.tools.verify.routing import Routing
+from titanlite.tools.verify.routing import (
+    Decisions,
+    Routing,
+    compare_decisions,
+    token_places,
+)
 from titanlite.tools.verify.updates import Updates, clip
 
 STEPS = 5
@@ -107,7 +112,7 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
     freeze(model, training.frozen_patterns)
     model.to_empty(device=device)
     model.init_weights(config.run.seed)
-    fill_zeros([model])
+    fill_weights([model])
     optimizer = Updates(model, options)  # always fp32, also where layouts compute in bf16
     losses: list[float] = []
     norms: list[float] = []
@@ -167,21 +172,25 @@ def train_on_tokens(model: Llama, batch: Batch, z_loss: float, routing: Routing)
 
 
 @torch.no_grad()
-def fill_zeros(parts: Sequence[nn.Module]) -> None:
-    """Biases and adapters that are not zero, as in a trained model.
+def fill_weights(parts: Sequence[nn.Module]) -> None:
+    """Biases and adapters that are not zero, as in a trained model, and routers with a tie.
 
-    After a few steps from zero, they would be little but rounding errors divided by their size.
+    After a few steps from zero, biases and adapters would be little but rounding errors divided by
+    their size. Experts 0 and 1 of each router are equally probable in the first step.
     """
     for part in parts:
         for name, parameter in part.named_parameters():
             if name.endswith(".bias"):
                 std = 0.1
-            elif name.endswith(".lora_b.weight"):
+            elif name.endswith((".lora_b.weight", ".router.weight")):
                 std = 0.02  # as that of the weights
             else:
                 continue
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             full = std * torch.randn(parameter.shape, generator=generator)
+            if name.endswith(".router.weight"):
+                # Zeros: products with other equal rows may differ in the last bit
+                full[:2] = 0.0
             assign_shard(parameter, full.to(parameter.device))
 
 
@@ -193,16 +202,29 @@ class Differences:
     grad_norm: list[float] = field(default_factory=list)
     gradient: float = 0.0  # of the first step, the largest of all tensors
     parameters: float = 0.0  # after the last step, the same
+    # Of a mixture of experts in fp32: the share of tokens and blocks whose experts are others, of
+    # each step
+    choices: list[float] = field(default_factory=list)
+    decisions: int = 0  # how many were compared, over all ranks and steps
+    example: str = ""  # a choice of this rank that is another one
 
 
 def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
-    """`measure_steps`, and of each figure the largest difference."""
+    """`measure_steps`, and of each figure the largest difference.
+
+    `decisions` is the number of routers' decisions that were compared. Raises RuntimeError if one
+    of them differs.
+    """
     differences = measure_steps(config, llama, path)
+    if differences.example:
+        share = max(differences.choices)
+        raise RuntimeError(f"{differences.example} (up to {share:.1%} of a step's choices differ)")
     return {
         "loss": functools.reduce(larger, differences.loss),
         "grad_norm": functools.reduce(larger, differences.grad_norm),
         "gradient": differences.gradient,
         "parameters": differences.parameters,
+        "decisions": differences.decisions,
     }
 
 
@@ -225,19 +247,21 @@ def measure_steps(config: Config, llama: LlamaConfig, path: Path) -> Differences
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
     model_parts = build_model_parts(model, config, mesh, device, compiled)
-    fill_zeros(model_parts)
+    fill_weights(model_parts)
     parts = build_step_parts(model_parts, config, mesh, device, compiled)
     parts.ema.start()
     expected = torch.load(path, map_location="cpu", mmap=True)
     differences = Differences()
     first_gradients = FirstGradients(model_parts, parts.scaler, expected["gradient"])
+    decisions = [Decisions(part) for part in model_parts]
+    size = training.local_batch_size
+    # Local batches are dealt out to the data-parallel ranks in turn
+    first_rows = range(mesh.data_rank * size, training.global_batch_size, mesh.data_size * size)
+    places = token_places(first_rows, config, mesh)
     graphs: list[int] = []
     compiles = compiled or compiles_loss(config.compile, compiled, device.type)
     for step in range(STEPS):
         global_batch = make_batch(step, config, llama.vocab_size)
-        size = training.local_batch_size
-        # Local batches are dealt out to the data-parallel ranks in turn
-        first_rows = range(mesh.data_rank * size, len(global_batch.tokens), mesh.data_size * size)
         batches = [take_rows(global_batch, row, row + size) for row in first_rows]
         samples = range(step * len(global_batch.tokens), (step + 1) * len(global_batch.tokens))
         measures = first_gradients if step == 0 else Unmeasured()
@@ -246,8 +270,19 @@ def measure_steps(config: Config, llama: LlamaConfig, path: Path) -> Differences
         differences.loss.append(abs(float(loss) / expected["loss"][step] - 1))
         norm_ratio = float(result.grad_norm) / expected["grad_norm"][step]
         differences.grad_norm.append(abs(norm_ratio - 1))
-        if training.compute_dtype == "float32":  # rounding may turn a near tie
-            compare_choices(parts.balance, expected["chosen"][step])
+        if llama.num_experts and training.compute_dtype == "float32":  # rounding turns near ties
+            chosen = expected["chosen"][step]
+            compared = compare_decisions(decisions, places, chosen, training.seq_len)
+            counts = torch.tensor([compared.number, compared.different], device=device)
+            dist.all_reduce(counts)
+            number, different = counts.tolist()
+            all_tokens = llama.num_layers * global_batch.tokens.numel()
+            if number != all_tokens:
+                raise RuntimeError(f"routers chose for {number} tokens; expected {all_tokens}")
+            differences.decisions += number
+            differences.choices.append(different / number)
+            if compared.example and not differences.example:
+                differences.example = f"step {step + 1}, {compared.example}"
         graphs.append(num_compiled_graphs() if compiles else 0)
     differences.gradient = first_gradients.difference
     if graphs[-1] > graphs[1]:
@@ -262,17 +297,6 @@ def measure_steps(config: Config, llama: LlamaConfig, path: Path) -> Differences
         difference = largest_difference(averages, expected["averages"])
         differences.parameters = larger(differences.parameters, difference)
     return differences
-
-
-def compare_choices(balance: RouterBalance, expected: dict[str, Tensor]) -> None:
-    """Raises RuntimeError unless each expert was chosen as often as in the reference."""
-    for name, layer in balance.layers.items():
-        counts = (layer.load * balance.tokens).round().long().cpu()
-        if not counts.equal(expected[name]):
-            raise RuntimeError(
-                f"layers.{name}: the experts were chosen {counts.tolist()} times; expected "
-                f"{expected[name].tolist()}"
-            )
 
 
 class FirstGradients(Unmeasured):

@@ -1,18 +1,27 @@
-"""The router's choices and its auxiliary loss, for the single-process reference in `compare.py`.
+"""The choices of routers: in the single-process reference, and in a layout beside it.
 
-What it is: the loss by its definition, as a term of the loss of each forward. It shares no code
-with `optim/router_balance.py`.
+What it is: `Routing` computes the auxiliary loss of the reference by its definition, as a term of
+the loss of each forward, and records the experts of each token. It shares no code with
+`optim/router_balance.py`. `Decisions` records what the routers of a layout choose in forwards, and
+`compare_decisions` compares that with the reference, token by token: `token_places` says which
+tokens of the global batch a rank routes.
+Why it is here: two layouts may choose every expert equally often, for different tokens.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from titanlite.config.schema import Config
+from titanlite.distributed.mesh import Mesh
 from titanlite.model.llama import Llama
 from titanlite.model.moe import MixtureOfExperts
+from titanlite.parallel.context_parallel import local_positions
 
 
 class Routing:
@@ -24,7 +33,7 @@ class Routing:
         self.num_layers = len(model.layers)
         self.logits: dict[str, list[Tensor]] = {}  # of each forward of this step
         self.loads: dict[str, Tensor] = {}  # f_e of the step before
-        self.chosen: dict[str, Tensor] = {}  # how often each expert was chosen in the last step
+        self.chosen: dict[str, Tensor] = {}  # the experts of each token in the last step (T, k)
         self.experts_per_token = model.config.experts_per_token
         for name, block in model.layers.items():
             moe = block.feed_forward
@@ -48,13 +57,111 @@ class Routing:
         return self.weight * total / self.num_layers
 
     def finish_step(self) -> None:
-        """Counts the choices of the step."""
+        """Notes the choices of the step, in the order of tokens; each token's in ascending order.
+
+        Of experts with equal logits, those with lower numbers are chosen.
+        """
         for name, logits in self.logits.items():
             scores = torch.cat(logits).detach()
-            experts = scores.topk(self.experts_per_token, dim=-1).indices
+            by_score = scores.argsort(dim=-1, descending=True, stable=True)
+            experts = by_score[:, : self.experts_per_token].sort(dim=-1).values
             counts = torch.zeros(scores.shape[1], dtype=torch.int64)
             for expert in range(scores.shape[1]):
                 counts[expert] = (experts == expert).sum()
-            self.chosen[name] = counts
+            self.chosen[name] = experts.cpu()
             self.loads[name] = counts / len(scores)
             logits.clear()
+
+
+class Decisions:
+    """Records the experts that each token of a part of a model chooses, in the forwards of a step.
+
+    Nothing if it has no experts.
+    """
+
+    def __init__(self, part: Llama) -> None:
+        self.in_forward = False
+        self.chosen: dict[str, list[Tensor]] = {}  # by block, of each forward: (T, k), ascending
+        part.register_forward_pre_hook(self._begin)
+        part.register_forward_hook(self._end)
+        for name, block in part.layers.items():
+            moe = block.feed_forward
+            if isinstance(moe, MixtureOfExperts):
+                self.chosen[name] = []
+                route = functools.partial(self._route, moe.route, name)
+                moe.route = route  # type: ignore[method-assign]
+
+    def _begin(self, module: nn.Module, args: object) -> None:
+        self.in_forward = True
+
+    def _end(self, module: nn.Module, args: object, output: object) -> None:
+        self.in_forward = False
+
+    def _route(
+        self, route: Callable[[Tensor], tuple[Tensor, Tensor]], name: str, x: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        weights, chosen = route(x)
+        if self.in_forward:  # else it is a recomputation, in the backward
+            self.chosen[name].append(chosen.sort(dim=-1).values.cpu())
+        return weights, chosen
+
+    def take(self) -> dict[str, list[Tensor]]:
+        """Returns what was recorded since the last call."""
+        chosen = {name: list(forwards) for name, forwards in self.chosen.items()}
+        for forwards in self.chosen.values():
+            forwards.clear()
+        return chosen
+
+
+def token_places(first_rows: Sequence[int], config: Config, mesh: Mesh) -> list[Tensor]:
+    """The tokens that this rank routes in each forward of a step, as places in the global batch.
+
+    Token s of sequence i has the place i S + s. `first_rows`: the first sequence of each local
+    batch.
+    """
+    training = config.training
+    parallel = config.parallel
+    size = training.local_batch_size
+    if mesh["pp"].size() > 1:  # each microbatch is a forward
+        size = parallel.pp_microbatch_size
+    tp = mesh["tp"]
+    positions = local_positions(training.seq_len, mesh["cp"], parallel.cp_method)  # (S/cp,)
+    positions = positions.chunk(tp.size())[tp.get_local_rank()]  # (S/cp/tp,)
+    places: list[Tensor] = []
+    for first_row in first_rows:
+        for row in range(first_row, first_row + training.local_batch_size, size):
+            rows = torch.arange(row, row + size)
+            places.append((rows[:, None] * training.seq_len + positions).flatten())
+    return places
+
+
+class Compared(NamedTuple):
+    """The decisions of a rank in one step, beside those of one process."""
+
+    number: int  # one for each token and block
+    different: int
+    example: str = ""  # one that is different
+
+
+def compare_decisions(
+    parts: Sequence[Decisions], places: list[Tensor], expected: dict[str, Tensor], seq_len: int
+) -> Compared:
+    """Compares a step's choices with `expected`: those of all tokens (T, k), by block."""
+    number = 0
+    different = 0
+    example = ""
+    for part in parts:
+        for name, forwards in part.take().items():
+            chosen = torch.cat(forwards)
+            tokens = torch.cat(places)
+            others = (chosen != expected[name][tokens]).any(dim=1)
+            number += len(tokens)
+            different += int(others.sum())
+            if different and not example:
+                i = int(others.nonzero()[0])
+                place = int(tokens[i])
+                example = (
+                    f"layers.{name}: token {place % seq_len} of sequence {place // seq_len} chose "
+                    f"experts {chosen[i].tolist()}; in one process {expected[name][place].tolist()}"
+                )
+    return Compared(number, different, example)
