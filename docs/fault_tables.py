@@ -5,7 +5,7 @@
 What it is: runs every fault of `titanlite break` and writes, between the two comments of each
 check, the largest difference of each figure. A test runs the faults again, and compares.
 Why it is here: a table of numbers that is not computed again would soon be wrong.
-What it costs: about two minutes on two cores.
+What it costs: about three minutes on two cores.
 """
 
 from __future__ import annotations

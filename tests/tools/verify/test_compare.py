@@ -21,7 +21,7 @@ from titanlite.tools.faults.fault import replaced
 from titanlite.tools.verify import compare
 from titanlite.tools.verify.campaign import FIGURES, judge
 from titanlite.tools.verify.compare import make_batch, measure, reference
-from titanlite.tools.verify.ladder import Case, make_case
+from titanlite.tools.verify.ladder import EXPERTS, Case, make_case
 from titanlite.tools.verify.pool import WorkerError
 
 ADAPTED = "lora.rank=4,lora.targets=wq wo w1 w2"
@@ -330,6 +330,32 @@ def test_documents_that_are_not_as_if_alone_fail(pool, references, fault, layout
 def test_windows_that_are_not_as_in_one_process_fail(pool, references, fault, layout):
     row = run(pool, fault, f"{layout},{WINDOW}", references(WINDOW))
     assert_only_right_passes(row, fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [RIGHT, "ties-by-arrival"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp_shard=2,ep=2",
+        "dp_shard=1",
+        "tp=2",
+        "cp=2",
+        "cp=2,cp_method=ulysses,ep=2",
+        "pp=2,pp_microbatch_size=2",
+        "dp_replicate=2,recompute.mode=full",
+    ],
+)
+def test_in_every_layout_routers_break_ties_as_in_one_process(pool, references, layout, fault):
+    mixture = ",".join(f"{key}={value}" for key, value in EXPERTS.items())
+    expected = references(mixture)
+    made, llama = case(f"{layout},{mixture}")
+    if fault == RIGHT:
+        ranks = pool.run(made.processes, measure_with, fault, made.config, llama, expected)
+        assert {rank["decisions"] for rank in ranks} == {5 * 4 * 8 * 32}
+    else:
+        with pytest.raises(WorkerError, match=r"step 1, layers\.\d: token \d+ of .* chose experts"):
+            pool.run(made.processes, measure_with, fault, made.config, llama, expected)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.faults.context_parallel_faults import CONTEXT_PARALLEL_FAULTS
 from titanlite.tools.faults.data_parallel_faults import DATA_PARALLEL_FAULTS
+from titanlite.tools.faults.expert_faults import EXPERT_FAULTS
 from titanlite.tools.faults.fault import Fault
 from titanlite.tools.faults.loss_faults import LOSS_FAULTS
 from titanlite.tools.faults.pipeline_faults import PIPELINE_FAULTS
@@ -24,6 +25,7 @@ FAULTS = (
     *CONTEXT_PARALLEL_FAULTS,
     *PIPELINE_FAULTS,
     *UPDATE_FAULTS,
+    *EXPERT_FAULTS,
     *RUN_FAULTS,
 )
 

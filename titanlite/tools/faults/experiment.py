@@ -137,7 +137,7 @@ class Experiments:
 
     def _run(self, fault: Fault, name: str) -> Outcome:
         """`name`: of the fault that is planted; empty: none."""
-        if fault.check == "verify":
+        if fault.check in ("verify", "experts"):
             return Outcome(self._verify(fault.layout, name))
         if fault.check == "run":
             return Outcome(self._compare_runs(fault, name))
@@ -286,6 +286,8 @@ def in_order(case: Case, ranks: Sequence[Differences]) -> list[Measured]:
 
     num_steps = len(ranks[0].loss)
     for i in range(num_steps):
+        if ranks[0].choices:  # of a mixture of experts, the same on all ranks
+            measured.append(Measured("choices", i + 1, ranks[0].choices[i], 0.0))
         add("loss", i + 1, [rank.loss[i] for rank in ranks])
         if i == 0:
             add("gradient", 1, [rank.gradient for rank in ranks])

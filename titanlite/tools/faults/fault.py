@@ -19,11 +19,13 @@ from dataclasses import dataclass
 # The figures of each check, in the order in which a step computes them
 CHECKS = {
     "verify": ("loss", "gradient", "grad_norm", "parameters"),
+    "experts": ("choices", "loss", "gradient", "grad_norm", "parameters"),
     "run": ("loss", "validation"),
     "export": ("tensors", "logits"),
     "merge": ("loss", "merged"),
 }
 FIGURES = {
+    "choices": "the experts that tokens choose, as a share of the tokens and blocks of a step",
     "loss": "the loss of a step",
     "gradient": "the gradient of a parameter at step 1",
     "grad_norm": "the gradient norm of a step",

@@ -20,12 +20,17 @@ from titanlite.tools.faults.fault import CHECKS, FIGURES, OF_A_FILE, Fault
 STEPS = {
     ("verify", "loss"): range(1, 6),
     ("verify", "grad_norm"): range(1, 6),
+    ("experts", "choices"): range(1, 6),
+    ("experts", "loss"): range(1, 6),
+    ("experts", "grad_norm"): range(1, 6),
     ("run", "loss"): range(1, 7),
     ("run", "validation"): (0, 3, 6),  # 0: before the first step
     ("merge", "loss"): range(1, 7),
 }
 CHECKED = {
     "verify": "5 steps of this layout beside one process, by `titanlite verify`'s comparison",
+    "experts": "5 steps of this layout of a mixture of experts beside one process, by "
+    "`titanlite verify`'s comparison",
     "run": "6 steps of train.py beside an uninterrupted run of one process",
     "export": "the exported model beside titanlite's own, on one prompt",
     "merge": "6 steps of adapters beside one process, and their exports on one prompt",
