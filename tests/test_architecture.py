@@ -482,6 +482,7 @@ TESTED_ELSEWHERE = {
     "tools/explain/step": "tests/tools/explain/test_explain.py",
     "tools/faults/context_parallel_faults": "tests/tools/faults/test_experiment.py",
     "tools/faults/data_parallel_faults": "tests/tools/faults/test_experiment.py",
+    "tools/faults/expert_faults": "tests/tools/faults/test_experiment.py",
     "tools/faults/fault": "tests/tools/faults/test_catalogue.py",
     "tools/faults/loss_faults": "tests/tools/faults/test_experiment.py",
     "tools/faults/pipeline_faults": "tests/tools/faults/test_experiment.py",

@@ -33,6 +33,7 @@ from titanlite.checkpoint.storage import SaveError
 from titanlite.config.schema import CheckpointConfig
 from titanlite.data.rows import Batch
 from titanlite.model.flavors import LlamaConfig
+from titanlite.rules.degrees import AXES
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats.load_weights import load_model, tokenizer_of
 from titanlite.tools.formats.shared_model import open_shared
@@ -47,9 +48,14 @@ def load_into_other_weights(
     for name, state in states.items():
         state.load_state_dict(loaded[name])
     assert optimizer.param_groups[-1]["betas"] == (0.9, 0.95)
-    return everything(stages, optimizer)
+    return everything(stages, optimizer, states["ema"])
 
 
+def num_processes(layout: dict) -> int:
+    return math.prod(layout.get(axis, 1) for axis in AXES)
+
+
+MIXTURE = dataclasses.replace(EVEN, num_experts=4, experts_per_token=2, expert_ffn_dim=24)
 TIED = dataclasses.replace(EVEN, tied_embeddings=True)
 # Saved in the first, loaded in the second; with 3 processes 101 rows make uneven shards
 LAYOUTS = [
@@ -57,6 +63,7 @@ LAYOUTS = [
     (EVEN, {"pp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}),
     (TIED, {"dp_shard": 1}, {"pp": 2, "tp": 2}),
     (TIED, {"pp": 2, "pp_schedule": "ZBVZeroBubble"}, {"dp_shard": 2, "tp": 2}),
+    (MIXTURE, {"dp_shard": 4, "ep": 2}, {"dp_shard": 4, "ep": 4}),
 ]
 MORE_LAYOUTS = [  # slow: each axis is in one above
     (SMALL, {"dp_shard": 1}, {"dp_replicate": 2, "dp_shard": 2}),
@@ -66,6 +73,10 @@ MORE_LAYOUTS = [  # slow: each axis is in one above
     (EVEN, {"dp_shard": 2, "tp": 2}, {"dp_shard": 1}),
     (EVEN, {"dp_shard": 2, "cp": 2}, {"tp": 2}),
     (TIED, {"pp": 2, "dp_shard": 2, "pp_schedule": "Interleaved1F1B"}, {"pp": 2}),
+    (MIXTURE, {"dp_shard": 2, "ep": 2}, {"dp_shard": 1}),
+    (MIXTURE, {"dp_shard": 1}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
+    (MIXTURE, {"dp_shard": 2, "cp": 2, "ep": 4}, {"dp_shard": 2, "ep": 2, "tp": 2}),
+    (MIXTURE, {"dp_shard": 2, "ep": 2, "pp": 2}, {"tp": 2}),
 ]
 
 
@@ -74,13 +85,13 @@ MORE_LAYOUTS = [  # slow: each axis is in one above
     [*LAYOUTS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_LAYOUTS)],
 )
 def test_any_layout_loads_any_other_bit_by_bit(pool, tmp_path, llama, before, after):
-    def size(layout):
-        return math.prod(degree for degree in layout.values() if isinstance(degree, int))
-
-    saved = of_all_ranks(pool.run(size(before), save_after_a_step, tmp_path, before, llama))
-    # With two moments, a count
-    assert len(saved) == 4 * (9 * llama.num_layers + (2 if llama.tied_embeddings else 3))
-    found = of_all_ranks(pool.run(size(after), load_into_other_weights, tmp_path, after, llama))
+    ranks = pool.run(num_processes(before), save_after_a_step, tmp_path, before, llama)
+    saved = of_all_ranks(ranks)
+    in_block = 10 if llama.num_experts else 9
+    # With two moments, a count, and an average
+    assert len(saved) == 5 * (in_block * llama.num_layers + (2 if llama.tied_embeddings else 3))
+    ranks = pool.run(num_processes(after), load_into_other_weights, tmp_path, after, llama)
+    found = of_all_ranks(ranks)
     assert found.keys() == saved.keys()
     for name in saved:
         assert torch.equal(found[name], saved[name]), name
@@ -98,18 +109,20 @@ def test_any_layout_loads_any_other_bit_by_bit(pool, tmp_path, llama, before, af
         pytest.param(
             EVEN, {"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "tp": 2}, marks=pytest.mark.slow
         ),
+        (MIXTURE, {"dp_shard": 4, "ep": 2}, {"dp_shard": 2, "ep": 2}),
+        (MIXTURE, {"dp_shard": 2, "ep": 2}, {"dp_shard": 1}),
     ],
 )
 def test_muon_is_loaded_into_any_layout_bit_by_bit(pool, tmp_path, llama, before, after):
-    ranks = pool.run(math.prod(before.values()), save_after_a_step, tmp_path, before, llama, "muon")
+    ranks = pool.run(num_processes(before), save_after_a_step, tmp_path, before, llama, "muon")
     saved = of_all_ranks(ranks)
     matrices = [
         name for name in saved if f"{name}.exp_avg" in saved and f"{name}.step" not in saved
     ]
-    assert len(matrices) == 7 * llama.num_layers
+    assert len(matrices) == (8 if llama.num_experts else 7) * llama.num_layers
     assert all(saved[f"{name}.exp_avg"].any() for name in matrices)
     found = of_all_ranks(
-        pool.run(math.prod(after.values()), load_into_other_weights, tmp_path, after, llama, "muon")
+        pool.run(num_processes(after), load_into_other_weights, tmp_path, after, llama, "muon")
     )
     assert found.keys() == saved.keys()
     assert not [name for name in saved if not torch.equal(found[name], saved[name])]
@@ -132,7 +145,7 @@ def test_each_of_eight_layouts_loads_each_bit_by_bit(pool, tmp_path, before):
 def test_any_safetensors_tool_can_look_inside(pool, tmp_path):
     saved = of_all_ranks(pool.run(2, save_after_a_step, tmp_path, {"dp_shard": 2}, SMALL))
     folder, found = tmp_path / "step-1", {}
-    files = {"model-00000", "model-00001", "training-00000", "training-00001"}
+    files = {f"{kind}-0000{rank}" for kind in ("model", "training", "ema") for rank in (0, 1)}
     assert {path.stem for path in folder.glob("*.safetensors")} == files
     assert {path.name for path in folder.iterdir()} - {f"{name}.safetensors" for name in files} == {
         "manifest.json",

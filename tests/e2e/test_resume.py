@@ -136,6 +136,36 @@ def test_resume_in_another_layout(
 
 
 @pytest.mark.slow
+def test_a_mixture_resumes_on_other_numbers_of_experts_per_process(
+    pool, arguments, whole_run, tmp_path
+):
+    """Experts over 2 processes, then 4, then on one: losses of the weights and of their average are
+    those of an uninterrupted run.
+    """
+    mixture = [
+        "--model.num_experts=4",
+        "--model.experts_per_token=2",
+        "--model.expert_ffn_dim=32",
+        "--loss.router_aux_loss=0.1",
+        "--ema.decay=0.9",
+        "--optimizer.eps=1e-5",
+    ]
+    run = [*arguments, *mixture]
+    assert pool.run(4, train_until, 2, [*run, "--parallel.ep=2"]) == [75] * 4
+    assert pool.run(4, train_until, 2, [*run, "--parallel.ep=4"]) == [75] * 4
+    assert pool.run(1, train_run, run) == [0]
+    whole = rows(whole_run(*mixture))
+    resumed = rows(tmp_path / "debug")
+    columns = ("loss", "grad_norm", "router_loss", "expert_load")
+    for before, after in zip(whole, resumed, strict=True):
+        for name in before:
+            if name in columns or name.endswith("/loss"):
+                assert after[name] == pytest.approx(before[name], rel=1e-5), (name, before["step"])
+    assert {row["step"] for row in resumed if "loss" in row} == set(range(1, 7))
+    assert any("ema" in name for row in resumed for name in row)
+
+
+@pytest.mark.slow
 def test_a_run_with_a_pipeline_ends_with_a_sample(pool, arguments, tmp_path):
     """No process holds the whole model: it comes from the checkpoint, and is what a run on one
     process ends with.

@@ -17,10 +17,11 @@ from titanlite.checkpoint.manifest import Manifest, RunMetadata
 from titanlite.checkpoint.planner import PlacementLoadPlanner, PlacementSavePlanner
 from titanlite.checkpoint.state import ModelState, OptimizerState
 from titanlite.checkpoint.storage import StepReader, StepWriter, loading, saving
-from titanlite.config.schema import OptimizerConfig
+from titanlite.config.schema import EmaConfig, OptimizerConfig
 from titanlite.data.rows import Batch
 from titanlite.distributed.process_group import checkpoint_group
 from titanlite.model.flavors import LlamaConfig
+from titanlite.optim.ema import WeightEMA
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.stages import Stages
 
@@ -74,14 +75,19 @@ def build(
     states = {
         "model": ModelState(stages.model_parts),
         "optimizer": OptimizerState(stages.model_parts, optimizer),
+        "ema": WeightEMA(EmaConfig(decay=0.9), stages.model_parts, optimizer),
     }
     return stages, optimizer, states
 
 
-def everything(stages: Stages, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Whole weights and moments of all parameters that this rank has a part of."""
+def everything(
+    stages: Stages, optimizer: torch.optim.Optimizer, ema: WeightEMA
+) -> dict[str, torch.Tensor]:
+    """Whole weights, moments and averages of all parameters that this rank has a part of."""
     named = [pair for part in stages.model_parts for pair in part.named_parameters()]
     whole = {name: full(p).detach().clone() for name, p in named}
+    for name, average in zip(ema.names, ema.averages, strict=True):
+        whole[f"{name}.average"] = full(average).clone()
     for name, parameter in named:
         for key, value in optimizer.state[parameter].items():
             whole[f"{name}.{key}"] = full(value).clone()
@@ -93,13 +99,15 @@ def save_after_a_step(
 ) -> dict[str, torch.Tensor]:
     stages, optimizer, states = build(parallel, 0, llama, name)
     stages.forward_backward(Batch(TOKENS[:, :-1], TOKENS[:, 1:]), torch.tensor(32))
+    states["ema"].start()
     optimizer.step()
+    states["ema"].update()
     optimizer.zero_grad()
     state = {name: part.state_dict() for name, part in states.items()}
     # Earlier versions saved the step twice; loading ignores it
     state["schedule"] = {"completed": torch.tensor(1)}
     write_step(folder, 1, state, {"note.txt": b"hello"}, RunMetadata({}, {}, ""))
-    return everything(stages, optimizer)
+    return everything(stages, optimizer, states["ema"])
 
 
 def of_all_ranks(found: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -88,7 +88,7 @@ def build_stages(
     cpu = torch.device("cpu")
     config = resolve_dtype(dataclasses.replace(config, run=RunConfig(seed=seed)), llama, cpu)
     compiled = decide_compile(config, llama, degrees, cpu)
-    mesh = Mesh("cpu", degrees, 77)
+    mesh = Mesh("cpu", degrees, 77, config.parallel.ep)
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
     parts = build_model_parts(model, config, mesh, cpu, compiled)
