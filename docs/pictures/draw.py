@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from docs.pictures import recorded
 from docs.pictures.causal_triangle import draw_triangle
+from docs.pictures.experts import draw_experts
 from docs.pictures.fsdp_streams import draw_streams
 from docs.pictures.pipelines import draw_all, draw_one_stage
 from docs.pictures.sharding import draw_rows, draw_two_axes
@@ -35,6 +36,18 @@ def _block(pool: Pool) -> str:
     return draw_block(events, pool.run(2, recorded.held_by_rank, options))
 
 
+def _experts(pool: Pool) -> str:
+    options = [
+        *recorded.SMALL,
+        "--model.num_experts=4",
+        "--model.experts_per_token=2",
+        "--model.expert_ffn_dim=24",
+        "--parallel.dp_shard=4",
+        "--parallel.ep=2",
+    ]
+    return draw_experts(pool.run(4, recorded.mixture_of_rank, options))
+
+
 def _triangle(pool: Pool) -> str:
     options = [*recorded.SMALL, "--parallel.dp_shard=1", "--parallel.cp=2"]
     consecutive, balanced = (
@@ -59,6 +72,7 @@ PICTURES: dict[str, Callable[[Pool], str]] = {
     "fsdp_rows": _rows,
     "fsdp_streams": _streams,
     "tp_block": _block,
+    "experts": _experts,
     "cp_triangle": _triangle,
     "pipeline_one_stage": lambda pool: draw_one_stage(),
     "pipeline_schedules": lambda pool: draw_all(),

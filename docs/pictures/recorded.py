@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,9 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import join_pretended_group
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
+from titanlite.parallel import expert_parallel
 from titanlite.parallel.context_parallel import local_positions
+from titanlite.parallel.expert_parallel import exchange
 from titanlite.parallel.parallelize import assign_shard, split_and_parallelize
 from titanlite.parallel.step import build_step_parts
 from titanlite.rules.check import check_layout
@@ -67,6 +70,16 @@ class Held(NamedTuple):
     columns: tuple[int, int]
 
 
+class Expert(NamedTuple):
+    """What a rank of a mixture of experts holds and exchanges."""
+
+    held: list[Held]
+    expert_shard: int
+    ep: int
+    sent: list[int]  # rows to each rank of ep, in the first all-to-all of a block
+    received: list[int]
+
+
 class Output(NamedTuple):
     """A module's output, as a rank has it."""
 
@@ -100,7 +113,7 @@ def settings(options: list[str], world_size: int) -> tuple[Config, LlamaConfig, 
 def build(options: list[str]) -> tuple[Config, Llama, Mesh]:
     """This rank's part of a model that is not divided into stages."""
     config, llama, degrees = settings(options, dist.get_world_size())
-    mesh = Mesh("cpu", degrees, config.comm.group_timeout_seconds)
+    mesh = Mesh("cpu", degrees, config.comm.group_timeout_seconds, config.parallel.ep)
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
     (part,) = split_and_parallelize(model, config, mesh, compiled=False)
@@ -121,10 +134,30 @@ def held_by_rank(options: list[str]) -> list[Held]:
     ]
 
 
+def mixture_of_rank(options: list[str]) -> Expert:
+    """What this rank holds of the first block, and sends in a forward with random tokens."""
+    held = held_by_rank(options)
+    config, part, mesh = build(options)
+    part.init_weights(0, assign_shard, CPU)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (config.training.local_batch_size, config.training.seq_len)
+    tokens = torch.randint(part.config.vocab_size, shape, generator=generator)
+    sizes: list[tuple[list[int], list[int]]] = []
+
+    def note(rows: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+        sizes.append((sent, received))
+        return exchange(rows, sent, received, group)
+
+    with mock.patch.object(expert_parallel, "exchange", note), torch.no_grad():
+        part(tokens)
+    line = {axis: mesh[axis].get_local_rank() for axis in ("expert_shard", "ep")}
+    return Expert(held, line["expert_shard"], line["ep"], *sizes[0])
+
+
 def _held(name: str, parameter: torch.Tensor) -> Held:
     numbers = torch.arange(float(parameter.numel())).reshape(parameter.shape)
     assign_shard(parameter, numbers)
-    columns = parameter.shape[1] if parameter.ndim == 2 else 1
+    columns = parameter.numel() // parameter.shape[0]  # of an expert, all its rows
     own = local_part(parameter).flatten().int()
     rows = _without_gaps(own // columns)
     return Held(
