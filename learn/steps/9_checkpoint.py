@@ -8,7 +8,7 @@ number of ranks divides the same rows at other places: each rank reads, from eve
 some, the rows that it needs. So the run goes on anywhere, and the losses are the same.
 What it costs: 12 N bytes on disk, 12 N / n written by each rank at the same time; no tensor is sent
 to another rank, and none is whole in memory. Two barriers.
-Read next: learn/README.md has exercises for each step.
+Read next: 10_experts.py, in which tokens travel between ranks.
 
 A folder is complete or absent: it is written under another name, and renamed when all ranks have
 finished. What must be saved is all that a step changes: parameters, both moments, AdamW's count of

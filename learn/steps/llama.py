@@ -1,4 +1,4 @@
-"""The model that all nine steps train: a small Llama, in plain PyTorch.
+"""The model that all steps train: a small Llama, in plain PyTorch.
 
 What it is: RMSNorm (arXiv 1910.07467), rotary positions (RoPE, arXiv 2104.09864), grouped-query
 attention (arXiv 2305.13245) and SwiGLU (arXiv 2002.05202), with the names of titanlite's

@@ -25,8 +25,8 @@ def test_every_exercise_has_two_wrong_answers_and_each_hint_has_one(lesson):
     assert len(names) >= 2
 
 
-def test_there_are_twelve_lessons_with_a_text_each():
-    assert len(LESSONS) == 12
+def test_there_are_thirteen_lessons_with_a_text_each():
+    assert len(LESSONS) == 13
     texts = sorted(path.name for path in (COURSE / "lessons").glob("*.md"))
     assert texts == [text_of(lesson).name for lesson in LESSONS]
 

@@ -1,4 +1,4 @@
-"""learn/steps/: nine programs that compute what train.py computes."""
+"""learn/steps/: ten programs that compute what train.py computes."""
 
 import ast
 import os
@@ -18,7 +18,7 @@ from titanlite.tools.learn.measure import losses_of
 
 ROOT = Path(__file__).parents[3]
 STEPS = ROOT / "learn/steps"
-PROGRAMS = sorted(STEPS.glob("[1-9]_*.py"))
+PROGRAMS = sorted(STEPS.glob("[0-9]*_*.py"), key=lambda path: int(path.stem.split("_")[0]))
 
 
 @pytest.mark.slow
@@ -29,12 +29,13 @@ def test_the_files_are_those_that_titanlite_makes_and_trains_on(pool, tmp_path, 
     for name in ("text.txt", "bytes.model", "rows.txt"):
         assert (tmp_path / name).read_text() == (STEPS / name).read_text()
     files = [f"--data.path={tmp_path}/text.txt", f"--data.tokenizer={tmp_path}/bytes.model"]
-    arguments = [str(STEPS / "steps.toml"), f"--run.folder={tmp_path}", "--run.name=run", *files]
-    assert pool.run(1, train_run, arguments) == [0]
-    trained = curve(tmp_path / "run")
-    losses, norms = expected_losses()
-    assert [loss for loss, _ in trained.values()] == pytest.approx(losses, rel=1e-5)
-    assert [norm for _, norm in trained.values()] == pytest.approx(norms, rel=1e-4)
+    for name, file in (("steps", "losses.txt"), ("experts", "experts_losses.txt")):
+        arguments = [str(STEPS / f"{name}.toml"), f"--run.folder={tmp_path}", *files]
+        assert pool.run(1, train_run, arguments) == [0]
+        trained = curve(tmp_path / name)
+        losses, norms = expected_losses(file)
+        assert [loss for loss, _ in trained.values()] == pytest.approx(losses, rel=1e-5)
+        assert [norm for _, norm in trained.values()] == pytest.approx(norms, rel=1e-4)
 
 
 # Numbers of processes other than those of the lessons, which test_check.py runs
@@ -42,6 +43,7 @@ def test_the_files_are_those_that_titanlite_makes_and_trains_on(pool, tmp_path, 
 @pytest.mark.parametrize(
     ("name", "processes"),
     [
+        ("10_experts", 4),
         ("2_ddp", 4),
         ("3_zero1", 4),
         ("4_fsdp", 4),
@@ -52,7 +54,8 @@ def test_the_files_are_those_that_titanlite_makes_and_trains_on(pool, tmp_path, 
     ],
 )
 def test_every_step_prints_the_losses_of_train(pool, name, processes):
-    losses, _ = expected_losses()
+    (lesson,) = [lesson for lesson in LESSONS if lesson.step == name]
+    losses, _ = expected_losses(lesson.losses)
     ranks = pool.run(processes, losses_of, str(STEPS / f"{name}.py"), timeout=120)
     assert ranks[0] == pytest.approx(losses, rel=1e-5)
 
@@ -67,7 +70,7 @@ def test_a_step_starts_its_own_processes_and_runs_under_torchrun(launcher):
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
     printed = [float(text) for text in re.findall(r"loss (\S+)", done.stdout)]
-    assert printed == pytest.approx(expected_losses()[0], abs=2e-5), done.stderr
+    assert printed == pytest.approx(expected_losses("losses.txt")[0], abs=2e-5), done.stderr
 
 
 @pytest.mark.parametrize("variable", [True, False], ids=["torchrun", "argument"])
@@ -113,7 +116,7 @@ def test_a_step_is_short_plain_and_names_what_replaces_it(path):
             ), name
 
 
-def test_there_are_nine_programs_and_a_lesson_for_each():
+def test_there_are_ten_programs_and_a_lesson_for_each():
     assert [path.stem for path in PROGRAMS] == [lesson.step for lesson in LESSONS if lesson.step]
-    assert len(PROGRAMS) == 9
+    assert len(PROGRAMS) == 10
     assert "titanlite" not in imported(STEPS / "llama.py") | imported(STEPS / "common.py")

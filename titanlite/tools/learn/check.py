@@ -1,8 +1,8 @@
 """Grades an exercise: runs the learner's program and compares what it did with the lesson.
 
-What it is: compares losses and gradient norms with those of one process (`learn/steps/losses.txt`),
-the collectives of every rank with formulas, and the memory with that of a right answer. If a figure
-is off, it prints the hint of the known mistake that it matches.
+What it is: compares losses and gradient norms with those of one process (in `learn/steps`), the
+collectives of every rank with formulas, and the memory with that of a right answer. If a figure is
+off, it prints the hint of the known mistake that it matches.
 Why it is here: two programs with equal losses can differ by a factor in what they send and hold.
 What it costs: the learner's code runs in 1 to 4 separate processes with a time limit. An error ends
 only them; after a hang the line that each rank is at is printed.
@@ -33,9 +33,11 @@ class Grade:
     mistakes: list[str]
 
 
-def expected_losses() -> tuple[list[float], list[float]]:
-    """The losses and gradient norms of `train.py learn/steps/steps.toml`."""
-    rows = [line.split() for line in (course() / "steps/losses.txt").read_text().splitlines()]
+def expected_losses(name: str) -> tuple[list[float], list[float]]:
+    """The losses and gradient norms of `train.py`, from a file in `learn/steps`: those with
+    steps.toml are in losses.txt, those with experts.toml in experts_losses.txt.
+    """
+    rows = [line.split() for line in (course() / "steps" / name).read_text().splitlines()]
     return [float(row[1]) for row in rows], [float(row[2]) for row in rows]
 
 
@@ -48,7 +50,7 @@ def check_program(lesson: Lesson, folder: Path, pool: Pool, timeout: float) -> G
         ranks = pool.run(lesson.processes, measure, str(path), lesson.recorded, timeout=timeout)
     except WorkerError as error:
         return Grade(False, failure_lines(str(error), path.parent, timeout), [])
-    losses, norms = expected_losses()
+    losses, norms = expected_losses(lesson.losses)
     result = Result(ranks, losses, norms, lesson)
     verdicts = [_losses(result), _norms(result), _collectives(result), *_memory(result)]
     passed = all(right for right, _ in verdicts)

@@ -1,6 +1,6 @@
-"""The twelve lessons as data: the subject of each, and what a right answer does.
+"""The thirteen lessons as data: the subject of each, and what a right answer does.
 
-What it is: for the nine lessons with a gap in a program of `learn/steps/`, the number of processes,
+What it is: for the ten lessons with a gap in a program of `learn/steps/`, the number of processes,
 the collectives of an optimizer step by formula, the memory, and the mistakes that are known, each
 with the sign by which it is recognised. For the others, the questions are in `problems.py`.
 Why it is here: the grader (`check.py`) knows no lesson, and a lesson contains no grader.
@@ -32,6 +32,17 @@ SHAPES = parameter_shapes(LlamaConfig(D, LAYERS, 4, K, 128, vocab_size=V))
 SIZES = [prod(shape) for shape in SHAPES.values()]
 N = sum(SIZES)
 NORMS = sum(prod(shape) for shape in SHAPES.values() if len(shape) == 1)
+# Of learn/steps/10_experts.py
+EXPERTS = 4
+TOP = 2
+N_EXPERTS = LAYERS * EXPERTS * 3 * 64 * D
+MIXTURE = LlamaConfig(D, LAYERS, 4, K, 128, vocab_size=V, num_experts=EXPERTS, expert_ffn_dim=64)
+SIZES_BESIDE_EXPERTS = [
+    prod(shape) for name, shape in parameter_shapes(MIXTURE).items() if ".experts." not in name
+]
+N_BESIDE = sum(SIZES_BESIDE_EXPERTS)
+# Rows that a rank computes for all ranks in steps 1 and 2, measured with the program
+ROWS_COMPUTED = (3654, 4538)
 UNITS = LAYERS + 2  # of FSDP: embedding, blocks, norm with output
 BUCKET_BYTES = 256 * 1024
 TOLERANCE = 1e-5  # relative, of losses; ten times as much of norms
@@ -121,14 +132,15 @@ class Lesson:
     held: Callable[[int], int] = lambda rank: 0  # rank -> bytes between two steps
     peak: int = 0  # bytes of the fullest rank, measured with the program of learn/steps
     recorded: tuple[int, ...] = (1, 2)  # steps
+    losses: str = "losses.txt"  # in learn/steps, of one process
     mistakes: tuple[Mistake, ...] = ()
 
 
-def num_buckets() -> int:
-    """The number of buckets into which `2_ddp.py` divides the parameters."""
+def num_buckets(sizes: Sequence[int] = SIZES) -> int:
+    """The number of buckets into which `2_ddp.py` divides parameters of these sizes."""
     buckets = 1
     held = 0
-    for size in reversed(SIZES):
+    for size in reversed(sizes):
         if held and held + 4 * size > BUCKET_BYTES:
             buckets += 1
             held = 0
@@ -188,6 +200,22 @@ def expected_checkpoint(rank: int) -> Counts:
     """Collectives of steps 1, 2 and 10 on 4 ranks, of step 11 on 2, and for the folder's name."""
     steps = 4 if rank < 2 else 3
     return {kind: count.times(steps) for kind, count in of_fsdp(N).items()}
+
+
+def expected_experts(rank: int) -> Counts:
+    """The collectives of 2 ranks with half of the sequences each.
+
+    An all-to-all has the bytes of the rows that leave: in the forward those that the rank has
+    routed, then those that it has computed; the backward is the same.
+    """
+    routed = 2 * LAYERS * TOP * B * S // 2
+    of_rows = 2 * (routed + ROWS_COMPUTED[rank]) * 4 * D
+    of_counts = 2 * LAYERS * EXPERTS * 8
+    reduced = Count(num_buckets(SIZES_BESIDE_EXPERTS) + 1, 4 * N_BESIDE + 8)
+    return {
+        "all_to_all": Count(2 * LAYERS * 5, of_rows + of_counts),
+        "all_reduce": reduced.times(2),
+    }
 
 
 def held_pipeline(rank: int) -> int:
@@ -481,4 +509,36 @@ LESSONS = (
     Lesson("recompute", "Recomputation: memory for time"),
     Lesson("planning", "Planning: 8B on 8, 70B on 64, 405B on 1,024 GPUs"),
     Lesson("five_axes", "Five axes: 405B on 512 pretended ranks"),
+    Lesson(
+        "experts",
+        "Expert parallel: dispatch and combine",
+        step="10_experts",
+        needs=("2_ddp",),
+        processes=2,
+        losses="experts_losses.txt",
+        expected=expected_experts,
+        held=lambda rank: 16 * N_BESIDE + 12 * N_EXPERTS // 2,
+        peak=9_575_856,
+        mistakes=(
+            Mistake(
+                "counted_again",
+                lambda result: result.first_off == 0 and result.calls("all_to_all") > 1,
+                "The losses are right, and there are more all-to-alls than 5 per block and step. "
+                "Counts are exchanged once: on the way back a rank gets what it has sent.",
+            ),
+            Mistake(
+                "not_sent_back",
+                lambda result: result.calls("all_to_all") < 1,
+                "All-to-alls are missing. Each exchange of rows has one in the backward too: the "
+                "gradient of a row goes back to the rank that has sent it, with the sizes swapped.",
+            ),
+            Mistake(
+                "not_restored",
+                lambda result: result.first_off > 0 and result.calls("all_to_all") == 1,
+                "The all-to-alls are right in number and the losses are not: a row has met the "
+                "wrong expert, or a result goes to the wrong token. Rows arrive sorted by "
+                "rank; sort them by expert, and bring the results back into that order.",
+            ),
+        ),
+    ),
 )
