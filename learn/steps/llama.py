@@ -87,7 +87,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(D, eps=EPS)
         self.attention = Attention()
         self.ffn_norm = nn.RMSNorm(D, eps=EPS)
-        self.feed_forward = FeedForward()
+        self.feed_forward: nn.Module = FeedForward()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))

@@ -15,7 +15,7 @@ from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.tools.cli.verify_command import run as verify
 from titanlite.tools.verify.campaign import FIGURES, judge
 from titanlite.tools.verify.compare import measure
-from titanlite.tools.verify.ladder import Case, ladder, make_case, reason_not_fitting
+from titanlite.tools.verify.ladder import Case, experts, ladder, make_case, reason_not_fitting
 
 SMALL = ["debug", "--model.dim=32", "--model.ffn_dim=64", "--training.seq_len=32"]
 
@@ -70,10 +70,14 @@ def test_a_third_of_the_ladder_of_four_processes():
 
 @pytest.mark.slow
 def test_eight_processes():
+    of_four = experts(4, False, "aot_eager")
+    of_eight = [text for text in experts(8, False, "aot_eager") if text not in of_four]
     layouts = [
         "dp_shard=2,tp=2,pp=2",
         "dp_shard=2,cp=2,tp=2",
         "dp_replicate=2,dp_shard=2,tp=2",
         "cp=2,pp=2,tp=2",
+        *of_eight,
     ]
+    assert len(layouts) == 6
     assert verify(["debug", *(word for layout in layouts for word in ("--layout", layout))]) == 0
