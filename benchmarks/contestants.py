@@ -179,7 +179,7 @@ class Bare:
 
 
 class HuggingFace:
-    """transformers' LlamaForCausalLM with SDPA attention.
+    """transformers' model of the same blocks, as LlamaForCausalLM, with SDPA attention.
 
     `compiled`: the whole model, as its guide recommends.
     """
@@ -192,17 +192,25 @@ class HuggingFace:
         config, llama = configuration(arguments)
         fields = huggingface_config.to_config(llama, config.training.seq_len, "float32")
         fields |= {"attn_implementation": "sdpa", "use_cache": False}
-        own = transformers.LlamaConfig(**fields)
+        own = transformers.AutoConfig.for_model(**fields)
         with device:
-            self.model: Any = transformers.LlamaForCausalLM(own)
+            self.model: Any = transformers.AutoModelForCausalLM.from_config(own)
         source = initial_weights(config, llama, device).state_dict()
         theirs = self.model.state_dict()
         with torch.no_grad():
             for name, there in huggingface.names(llama).items():
                 turned = huggingface.is_permuted(name)
-                theirs[there].copy_(
-                    half_split(source[name], llama.head_dim) if turned else source[name]
+                if len(there) == 1:
+                    theirs[there[0]].copy_(
+                        half_split(source[name], llama.head_dim) if turned else source[name]
+                    )
+            for i in range(llama.num_layers if llama.num_experts else 0):
+                ours = f"layers.{i}.feed_forward.experts"
+                gate_and_up = torch.cat(
+                    (source[f"{ours}.w1.weight"], source[f"{ours}.w3.weight"]), 1
                 )
+                theirs[f"model.layers.{i}.mlp.experts.gate_up_proj"].copy_(gate_and_up)
+                theirs[f"model.layers.{i}.mlp.experts.down_proj"].copy_(source[f"{ours}.w2.weight"])
         self.model.train()
         self.optimizer = adamw(self.model, config)
         bfloat16 = config.training.compute_dtype == "bfloat16"

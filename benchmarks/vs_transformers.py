@@ -49,6 +49,12 @@ SIZES = {  # arguments of train.py, steps of a turn, rounds of four turns in a p
         3,
         2,
     ),
+    "experts": (  # the auxiliary loss is off: transformers' has another definition
+        ["debug_moe", "--training.local_batch_size=8", "--loss.router_aux_loss=0"],
+        5,
+        8,
+        8,
+    ),
     "1B": (
         [
             "llama3_1b",

@@ -470,7 +470,6 @@ TESTED_ELSEWHERE = {
     "tests/tools/formats/test_convert_limits.py",
     "tools/formats/gguf_file": "tests/tools/formats/test_gguf.py",
     "tools/formats/gguf_kept": "tests/tools/formats/test_huggingface_kept.py",
-    "tools/formats/huggingface": "tests/tools/formats/test_convert.py",
     "tools/formats/safetensors_files": "tests/tools/formats/test_convert.py",
     "tools/formats/stock": "tests/tools/formats/test_foreign.py, "
     "tests/tools/formats/test_foreign_hostile.py",

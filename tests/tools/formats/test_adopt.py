@@ -87,6 +87,24 @@ def test_a_run_adopts_model_and_tokenizer(pool, whole_run, arguments, tmp_path):
         pool.run(1, run_adopted, [*own, "--model.flavor=from_checkpoint", "--run.name=none"])
 
 
+@pytest.mark.slow
+def test_a_run_adopts_a_mixture_in_any_layout(pool, arguments, tmp_path):
+    model = dataclasses.replace(
+        EXPORTED["debug"], num_experts=4, experts_per_token=2, expert_ffn_dim=24
+    )
+    make_file(tmp_path / "a.pt", model)
+    convert(tmp_path / "a.pt", tmp_path / "base", Options(to="hf"))
+    own = [word for word in arguments if not word.startswith("--model.")]
+    own += ["--model.flavor=from_checkpoint", f"--checkpoint.initial_load={tmp_path / 'base'}"]
+    assert pool.run(1, run_adopted, [*own, "--run.name=one"]) == [0]
+    layout = ["--parallel.dp_shard=2", "--parallel.ep=2", "--run.name=two"]
+    assert pool.run(2, run_adopted, [*own, *layout]) == [0, 0]
+    expected = [loss for loss, _ in curve(tmp_path / "one").values()]
+    found = [loss for loss, _ in curve(tmp_path / "two").values()]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert "num_experts = 4" in (tmp_path / "two/config.toml").read_text()
+
+
 def test_weights_of_another_shape_are_refused_before_a_model_is_built(tmp_path):
     """config.json says 2^23 ids: the embedding alone would have 8 GB."""
     make_file(tmp_path / "x.pt", EXPORTED["untied"])

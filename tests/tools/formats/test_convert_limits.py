@@ -289,16 +289,35 @@ print(peak - before)
 """
 
 
+LARGE = LlamaConfig(
+    dim=1024, num_layers=12, num_heads=16, num_kv_heads=4, ffn_dim=2816, vocab_size=4112
+)
+EXPERTS = LlamaConfig(
+    dim=512,
+    num_layers=12,
+    num_heads=8,
+    num_kv_heads=4,
+    ffn_dim=512,
+    vocab_size=4112,
+    num_experts=16,
+    experts_per_token=2,
+    expert_ffn_dim=512,
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("to", [to for to in targets.TARGETS if to != "peft"])  # needs adapters
-def test_memory_does_not_grow_with_the_model(tmp_path, to):
-    """0.57 GB through 0.33 GB of anonymous memory or less, comparison included, both ways.
+@pytest.mark.parametrize(
+    ("to", "config"),
+    # peft needs adapters
+    [(to, LARGE) for to in targets.TARGETS if to != "peft"]
+    + [(to, EXPERTS) for to in ("hf", "titanlite")],
+    ids=lambda value: value if isinstance(value, str) else "mixture" * (value.num_experts > 0),
+)
+def test_memory_does_not_grow_with_the_model(tmp_path, to, config):
+    """0.57 GB or more through 0.33 GB of anonymous memory or less, comparison included, both ways.
 
     Pages of mapped files do not count: the kernel drops them when memory is short.
     """
-    config = LlamaConfig(
-        dim=1024, num_layers=12, num_heads=16, num_kv_heads=4, ffn_dim=2816, vocab_size=4112
-    )
     generator = torch.Generator().manual_seed(0)
     shapes = parameter_shapes(config)
     weights = {

@@ -81,6 +81,33 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "layer_types": [WHOLE, SLIDING, WHOLE],
     },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 28,
+        "norm_topk_prob": True,
+    },
+    "qwen3_moe, tied, yarn, window": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": YARN,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "mixtral, wide heads and window": {
+        "model_type": "mixtral",
+        "num_local_experts": 6,
+        "num_experts_per_tok": 4,
+        "head_dim": 24,
+        "sliding_window": 7,
+    },
 }
 WINDOWS = {  # (sliding_window, window_layers) of ours
     "mistral, window": (7, "all"),
@@ -88,11 +115,16 @@ WINDOWS = {  # (sliding_window, window_layers) of ours
     "ministral, window in two layers": (7, "0, 2"),
     "qwen2, window from a layer on": (9, "1-2"),
     "qwen3, window in one layer": (9, "1"),
+    "qwen3_moe, tied, yarn, window": (9, "all"),
+    "mixtral, wide heads and window": (7, "all"),
 }
 
 
 # One of each family without `slow`
-QUICK = ("llama, yarn", "mistral, window", "qwen2", "qwen3, tied and wide heads")
+QUICK = (
+    *("llama, yarn", "mistral, window", "qwen2", "qwen3, tied and wide heads"),
+    *("qwen3_moe", "mixtral"),
+)
 NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in MODELS]
 
 
@@ -118,7 +150,10 @@ def test_logits_text_and_weights_are_theirs(tmp_path, name):
     assert text == expected_text[0, 5:].tolist()
 
     convert(tmp_path / "ours", tmp_path / "back", Options("hf"), log=lambda text: None)
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
+    back, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(loading.values()), loading
     assert torch.equal(
         parameters_to_vector(back.parameters()), parameters_to_vector(theirs.parameters())
     )
@@ -230,7 +265,7 @@ def test_windows_that_are_not_supported_are_refused_by_name(tmp_path, fields, pa
             {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
             ("rope_type = 'dynamic'", "'llama3', 'linear', 'yarn'"),
         ),
-        ({"model_type": "qwen3_moe"}, ("model_type = 'qwen3_moe'", "'llama'", "'qwen3'")),
+        ({"model_type": "qwen3_moe"}, ("norm_topk_prob = False", "allowed: True")),
     ],
     ids=str,
 )

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,21 +15,38 @@ from messages import refused
 from transformers_models import TOKENS, make
 
 from titanlite.model.flavors import FLAVORS
-from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats import huggingface_config
 from titanlite.tools.formats.convert import Options, convert
 from titanlite.tools.formats.detect_format import open_full_state
-from titanlite.tools.formats.huggingface_config import CLASSES, UNCHANGED, from_config, to_config
+from titanlite.tools.formats.huggingface_config import (
+    CLASSES,
+    SHARED_EXPERT,
+    SIGMOID_ROUTER,
+    UNCHANGED,
+    from_config,
+    to_config,
+)
 from titanlite.tools.formats.load_weights import load_model
+from titanlite.tools.formats.second_config import described_by_fields
+from titanlite.tools.formats.second_llama import described
 
 transformers = pytest.importorskip("transformers")
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
+# In a file of a dense family they have no effect
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 # Fields from which `from_config` makes a `LlamaConfig`
 UNDERSTOOD = {
     *huggingface_config._Fields.__annotations__,
+    *huggingface_config._MixtureFields.__annotations__,
     *("attention_bias", "hidden_act", "max_position_embeddings", "mlp_bias", "model_type"),
+    *("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob"),
     *("original_max_position_embeddings", "partial_rotary_factor", "sliding_window"),
 }
 # Fields that transformers reads and that change no logit of a causal model, with such a value
@@ -65,10 +83,13 @@ WITHOUT_EFFECT = {
     "number_of_conv_states": 2,
     "output_attentions": False,
     "output_hidden_states": False,
+    "output_router_logits": True,
     "pad_token_id": 2,
     "pretraining_tp": 4,
     "problem_type": "regression",
     "return_dict": True,
+    "router_aux_loss_coef": 3.0,
+    "router_jitter_noise": 0.5,
     "sep_token_id": 5,
     "token_classification_bias": False,
     "torch_dtype": "float16",
@@ -84,12 +105,7 @@ ARGUMENTS = {
 }
 
 
-def test_a_mixture_of_experts_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"model\.num_experts = 8: .*safetensors"):
-        to_config(FLAVORS["debug_moe"], 100, "float32")
-
-
-@pytest.mark.parametrize("flavor", [name for name, of in FLAVORS.items() if not of.num_experts])
+@pytest.mark.parametrize("flavor", FLAVORS)
 def test_a_configuration_of_hugging_face_tells_the_model(flavor, tmp_path):
     config = dataclasses.replace(FLAVORS[flavor], vocab_size=128256)
     fields = to_config(config, 100, "float32")
@@ -149,7 +165,7 @@ def test_each_field_that_transformers_reads_is_known(family):
 @pytest.mark.parametrize("family", CLASSES)
 def test_fields_without_effect_are_read_as_transformers_reads_them(tmp_path, family):
     window = 200 if family == "ministral" else None  # which transformers cannot run without one
-    theirs = make({"model_type": family, "sliding_window": window, "head_dim": 16})
+    theirs = make({"model_type": family, "sliding_window": window, "head_dim": 16, **EXPERTS})
     theirs.save_pretrained(tmp_path / "hf")
     path = tmp_path / "hf/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | WITHOUT_EFFECT))
@@ -161,8 +177,8 @@ def test_fields_without_effect_are_read_as_transformers_reads_them(tmp_path, fam
         assert (ours(TOKENS) - expected).abs().max() <= 1e-5
 
 
-def edited(folder: Path, fields: dict) -> None:
-    make({"model_type": "llama"}).save_pretrained(folder)
+def edited(folder: Path, fields: dict, family: str = "llama") -> None:
+    make({"model_type": family, **EXPERTS}).save_pretrained(folder)
     path = folder / "config.json"
     stored = json.loads(path.read_text()) | fields
     path.write_text(json.dumps({name: v for name, v in stored.items() if v != "absent"}))
@@ -187,6 +203,60 @@ def test_a_field_that_changes_the_model_is_refused_by_name(tmp_path, name, value
     edited(tmp_path, {name: value})
     with refused("config.json", f"{name} = ", "allowed: "):
         open_full_state(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("norm_topk_prob", False),
+        ("norm_topk_prob", "absent"),
+        ("decoder_sparse_step", 2),
+        ("mlp_only_layers", [1]),
+        ("attention_bias", True),
+        ("num_experts", 6),  # beside num_local_experts = 4
+    ],
+)
+def test_a_field_that_makes_another_mixture_is_refused_by_name(tmp_path, name, value):
+    edited(tmp_path, {name: value}, "qwen3_moe")
+    shown = "num_local_experts = 4; allowed: 6" if name == "num_experts" else f"{name} = "
+    with refused("config.json", shown, "allowed: "):
+        open_full_state(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_absent_fields_of_a_mixture_have_the_defaults_of_its_class(tmp_path, family):
+    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    theirs = transformers.AutoConfig.for_model(family)
+    fields = {name: getattr(theirs, name) for name in (*needed, "vocab_size")}
+    fields |= {"model_type": family, "norm_topk_prob": True}
+    ours = from_config(tmp_path, fields)
+    assert ours.num_experts == theirs.num_experts
+    assert ours.experts_per_token == theirs.num_experts_per_tok
+    widths = {"qwen3_moe": "moe_intermediate_size", "mixtral": "intermediate_size"}
+    assert ours.expert_ffn_dim == getattr(theirs, widths[family])
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.sliding_window == (theirs.sliding_window or 0)
+    second = described_by_fields(fields)
+    first = described(ours)
+    assert second._replace(frequencies=()) == first._replace(frequencies=())
+    assert second.frequencies == pytest.approx(first.frequencies)
+
+
+@pytest.mark.parametrize("family", sorted({*SHARED_EXPERT, *SIGMOID_ROUTER}))
+def test_other_mixtures_are_refused_with_the_reason(tmp_path, family):
+    """The reasons are found in transformers' sources."""
+    folder = family.removesuffix("_text")
+    root = Path(transformers.__file__).parent
+    source = (root / f"models/{folder}/modeling_{folder}.py").read_text()
+    reasons = []
+    if re.search(r"self\.shared_(expert|mlp)", source):
+        reasons.append("a shared expert")
+    if re.search(r"(router|routing)\w* = .*sigmoid|router_logits\.sigmoid", source):
+        reasons.append("a sigmoid router")
+    with refused(f"model_type = {family!r}, which has {' and '.join(reasons)}, and", "allowed: "):
+        from_config(tmp_path, {"model_type": family})
 
 
 TWO_PLACES = {

@@ -11,6 +11,7 @@ from messages import refused
 from model_builder import EVEN, build_stages, make_file
 from torch.distributed.tensor import DTensor
 
+from titanlite.model.flavors import LlamaConfig
 from titanlite.tokenizer.tokenizer import BUNDLED
 from titanlite.tools.formats.convert import Options, convert
 from titanlite.tools.formats.detect_format import open_full_state
@@ -18,10 +19,15 @@ from titanlite.tools.formats.full_state import Part
 from titanlite.tools.formats.load_weights import read_weights, tokenizer_of
 
 MODEL = dataclasses.replace(EVEN, qkv_bias=True)
+EXPERTS = dataclasses.replace(EVEN, num_experts=4, experts_per_token=2, expert_ffn_dim=24)
 
 
-def bytes_read(folder: Path) -> dict[str, tuple[int, int]]:
-    """Bytes read of the folder's tensors, and bytes of this process's parts, in three layouts."""
+def bytes_read(
+    folder: Path, model: LlamaConfig, layouts: list[dict[str, int]]
+) -> list[tuple[int, int, int]]:
+    """Bytes read of the folder's tensors, and of this process's parts, all and those that are read
+    in whole rows because columns are cut, in each layout.
+    """
     total = 0
     original = Part.read
 
@@ -32,17 +38,21 @@ def bytes_read(folder: Path) -> dict[str, tuple[int, int]]:
         return block
 
     Part.read = counted  # type: ignore[method-assign]
-    found = {}
-    for axis in ("dp_shard", "pp", "tp"):
+    found = []
+    for layout in layouts:
         state: dict[str, torch.Tensor] = {}
-        for part in build_stages({axis: 2}, llama=MODEL).model_parts:
+        for part in build_stages(layout, llama=model).model_parts:
             state |= part.to_empty(device="cpu").state_dict()
         total = 0
-        read_weights(folder, state, MODEL, b"")
-        own = [
-            value.to_local() if isinstance(value, DTensor) else value for value in state.values()
+        read_weights(folder, state, model, b"")
+        own = {
+            name: value.to_local() if isinstance(value, DTensor) else value
+            for name, value in state.items()
+        }
+        by_columns = [
+            own[name].nbytes for name in own if name.endswith((".wo.weight", ".w2.weight"))
         ]
-        found[axis] = total, sum(value.nbytes for value in own)
+        found.append((total, sum(value.nbytes for value in own.values()), sum(by_columns)))
     return found
 
 
@@ -52,11 +62,21 @@ def test_each_rank_reads_its_part_of_a_folder(pool, tmp_path):
         tmp_path / "a.pt", tmp_path / "hf", Options("hf", shard_size=20_000), log=lambda text: None
     )
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
-    # Which tp cuts by columns: they are read in whole rows
-    of_columns = 4 * MODEL.num_layers * MODEL.dim * (MODEL.q_dim + MODEL.ffn_dim)
-    for found in pool.run(2, bytes_read, tmp_path / "hf"):
-        for axis, (total, own) in found.items():
-            assert total == own + (of_columns // 2 if axis == "tp" else 0), axis
+    layouts = [{"dp_shard": 2}, {"pp": 2}, {"tp": 2}]
+    for found in pool.run(2, bytes_read, tmp_path / "hf", MODEL, layouts):
+        for layout, (total, own, by_columns) in zip(layouts, found, strict=True):
+            assert total == own + (by_columns if "tp" in layout else 0), layout
+
+
+def test_each_rank_reads_its_experts_of_a_folder(pool, tmp_path):
+    make_file(tmp_path / "a.pt", EXPERTS)
+    convert(
+        tmp_path / "a.pt", tmp_path / "hf", Options("hf", shard_size=20_000), log=lambda text: None
+    )
+    layouts = [{"dp_shard": 2}, {"dp_shard": 2, "ep": 2}, {"pp": 2}]
+    for found in pool.run(2, bytes_read, tmp_path / "hf", EXPERTS, layouts):
+        for layout, (total, own, _) in zip(layouts, found, strict=True):
+            assert total == own, layout
 
 
 def test_a_tokenizer_of_more_ids_than_the_model_is_refused(tmp_path):

@@ -440,7 +440,7 @@ FIELDS: dict[str, Any] = {
     "attention_bias": True,
     "mlp_bias": True,
     "hidden_act": "gelu",
-    "model_type": "qwen3_moe",
+    "model_type": "qwen2_moe",
 }
 
 

@@ -64,6 +64,15 @@ FAMILIES = {
     },
     "qwen2, not used": {"model_type": "qwen2", "sliding_window": 9},
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "sliding_window": 9,
+        "use_sliding_window": True,
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"model_type": "mixtral", "sliding_window": 7, "num_local_experts": 4},
 }
 
 
@@ -80,10 +89,15 @@ def test_windows_and_shapes_are_those_of_transformers(fields):
     assert found.num_kv_heads * attention.num_key_value_groups == found.num_heads == 6
     assert found.qkv_bias == (attention.q_proj.bias is not None)
     assert found.qk_norm == hasattr(attention, "q_norm")
+    router = getattr(theirs.model.layers[0].mlp, "gate", None)
+    assert found.experts_per_token == getattr(router, "top_k", 0)
     assert found.tied == (theirs.lm_head.weight is theirs.model.embed_tokens.weight)
     for layer, window in enumerate(found.windows):
         of_layer = getattr(theirs.model.layers[layer].self_attn, "sliding_window", None)
-        if fields["model_type"] == "mistral":  # its attention asks the configuration each time
+        if fields["model_type"] in (
+            "mistral",
+            "mixtral",
+        ):  # its attention asks the configuration each time
             of_layer = theirs.config.sliding_window
         assert window == (of_layer or 0)
     assert theirs(TOKENS[:1, :4]).logits.shape[-1] == written["vocab_size"]

@@ -33,6 +33,7 @@ SHAPES = {
         rope_scaling=RopeScaling(4.0, original_context=8, kind="yarn"),
     ),
     "norms": dataclasses.replace(GROUPED, qk_norm=True),
+    "experts": dataclasses.replace(GROUPED, num_experts=4, experts_per_token=2, expert_ffn_dim=40),
 }
 ROWS = [Row([5, 6, 7], 9, 0), Row([8], 4, 1), Row([9, 3], 11, 2)]
 

@@ -84,6 +84,16 @@ MODELS_WITHOUT_A_PLACE = {
         {"rope_scaling": RopeScaling(4.0, kind="linear")},
         "RoPE scaling linear",
     ),
+    "llama, experts": (
+        "llama",
+        {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 24},
+        "4 experts",
+    ),
+    "gguf, experts": (
+        "gguf",
+        {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 24},
+        "4 experts",
+    ),
     "gguf, window": ("gguf", {"sliding_window": 8}, "a sliding window of 8"),
     "gguf, RoPE": (
         "gguf",

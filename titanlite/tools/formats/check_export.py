@@ -4,9 +4,11 @@ logits.
 What it is: the output is opened again. Equal bits are not enough: a reader and a writer that share
 a mistake, such as a wrong order of rows, agree with each other. So the second Llama of
 `second_llama.py` must compute from the output the logits that titanlite's model computes from the
-source. It reads files in Hugging Face's order of rows as they are, and what a config.json says, of
-the source or of the output, by a reader of its own (`second_config.py`).
-What it costs: reading both twice; memory for one layer, in fp64.
+source. It reads files in Hugging Face's order of rows as they are, and a Hugging Face folder's
+config.json and names, of the source or of the output, by readers of its own (`second_config.py`,
+`second_names.py`).
+What it costs: reading both twice, and a folder of Hugging Face, as the source of another format, a
+third time; memory for one layer, in fp64.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from titanlite.tools.formats.second_llama import (
     described,
     second_logits,
 )
+from titanlite.tools.formats.second_names import FolderWeights
 
 PROMPT = 16  # tokens of the fixed prompt
 # Relative to the largest logit. Angles and rotations are fp32, the rest is fp64. A wrong order of
@@ -152,13 +155,30 @@ def logits_difference(
     second = by_files[0] if by_files else described(config)
     tokens = torch.arange(PROMPT) * 7919 % config.vocab_size
     expected = _model_logits(config, Weights(source.tensors, rounded), tokens)
+    difference = 0.0
+    for read, is_split in _second_readings(source, result, rounded, half_split):
+        computed = second_logits(second, read, tokens, is_split)
+        largest = float((expected - computed).abs().max())
+        difference = largest if math.isnan(largest) else max(difference, largest)
+    return difference, float(expected.abs().max())
+
+
+def _second_readings(
+    source: FullState, result: FullState, rounded: Rounded, half_split: bool
+) -> list[tuple[Weights, bool]]:
+    """The weights for the second Llama, and whether rows of wq and wk lie in Hugging Face's order:
+    those of the result, and those of a source that is a folder of Hugging Face.
+    """
+    if result.about.format == "hf":
+        return [(FolderWeights(result.path), True)]
     # As they lie in the files: the second Llama has the RoPE of that order
     as_stored = {
         name: dataclasses.replace(tensor, half_split=0) for name, tensor in result.tensors.items()
     }
-    computed = second_logits(second, Weights(as_stored), tokens, half_split)
-    difference = float((expected - computed).abs().max())
-    return difference, float(expected.abs().max())
+    readings = [(Weights(as_stored), half_split)]
+    if source.about.format == "hf" and not source.sources:
+        readings.append((FolderWeights(source.path, rounded), True))
+    return readings
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 What it is: `Options` are the choices of the user. `Export` holds an `Outgoing` for each tensor; its
 rows are read, converted and checked for NaN and infinity when a writer asks for them, so that
-memory stays that of one block.
+memory stays that of one block, or of one expert's matrix.
 What it costs: one look at each number, beside reading and converting it.
 """
 
@@ -81,6 +81,16 @@ class Export:
         """A weight to write; with `head_dim`, its rows in Hugging Face's order."""
         tensor = self.state.tensors[name]
         return self._outgoing(name, tensor, self.dtype_of(tensor), head_dim)
+
+    def expert(self, name: str, number: int) -> Outgoing:
+        """One expert's matrix of a weight (E, F, D)."""
+        tensor = self.state.tensors[name]
+        dtype = self.dtype_of(tensor)
+
+        def blocks() -> Iterator[Tensor]:
+            yield self.examine(name, tensor.read(number, number + 1)[0].to(dtype))
+
+        return Outgoing(dtype, tensor.shape[1:], blocks)
 
     def dtype_of(self, tensor: FullTensor) -> torch.dtype:
         """The dtype that a weight is written in."""

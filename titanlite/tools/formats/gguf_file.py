@@ -91,6 +91,11 @@ def architecture_of(config: LlamaConfig) -> str:
             f"--to gguf: the model has a sliding window of {config.sliding_window}, which "
             f"llama.cpp does not read; {ALL_MODELS}"
         )
+    if config.num_experts:
+        raise ConfigError(
+            f"--to gguf: the model has {config.num_experts} experts, and only dense models are "
+            f"written; {ALL_MODELS}"
+        )
     architecture = family_of(config)  # without a window one of ARCHITECTURES
     kind = config.rope_scaling.kind if config.rope_scaling else "none"
     allowed = ("none", "llama3") if architecture == "llama" else ("none",)

@@ -2,9 +2,12 @@
 
 What it is: the same tensors under other names. The rows of wq and wk are permuted, because their
 RoPE rotates other pairs (`half_split`); w1 is `gate_proj`, w3 `up_proj`, w2 `down_proj`. A mistake
-here raises no error: logits are off by 0.2. `huggingface_config.py` has config.json.
+here raises no error: logits are off by 0.2. A mixture has a tensor for each matrix of each expert,
+where titanlite has one (E, F, D) for all experts. transformers 5 in memory has w1 above w3, in one
+tensor for all experts, and can save them so: this is read too. `huggingface_config.py` has
+config.json.
 What it costs: config.json and the headers are read; tensors when they are used.
-Reference: transformers 5, `LlamaForCausalLM`
+Reference: transformers 5, `LlamaForCausalLM`, `Qwen3MoeForCausalLM`, `MixtralForCausalLM`
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from titanlite.runtime.typed_json import typed
 from titanlite.tokenizer.kept_files import read_kept, to_files
 from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
 from titanlite.tools.chat.find_template import find_template
-from titanlite.tools.formats.full_state import About, FullState, FullTensor, same_numbers
-from titanlite.tools.formats.huggingface_config import from_config
+from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part, same_numbers
+from titanlite.tools.formats.huggingface_config import family_of, from_config
 from titanlite.tools.formats.huggingface_tokenizer import read_tokenizer
 from titanlite.tools.formats.safetensors_files import read_folder
 from titanlite.tools.formats.same_model import without_tables
@@ -43,20 +46,40 @@ LAYER = {  # ours -> theirs
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
+# The same of mixtures of experts, by family; {} stands for the number of an expert
+MIXTURES = {
+    "qwen3_moe": {
+        "feed_forward.router": "mlp.gate",
+        "feed_forward.experts.w1": "mlp.experts.{}.gate_proj",
+        "feed_forward.experts.w2": "mlp.experts.{}.down_proj",
+        "feed_forward.experts.w3": "mlp.experts.{}.up_proj",
+    },
+    "mixtral": {
+        "feed_forward.router": "block_sparse_moe.gate",
+        "feed_forward.experts.w1": "block_sparse_moe.experts.{}.w1",
+        "feed_forward.experts.w2": "block_sparse_moe.experts.{}.w2",
+        "feed_forward.experts.w3": "block_sparse_moe.experts.{}.w3",
+    },
+}
 # RoPE rotates what these compute
 PERMUTED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 
 
-def names(config: LlamaConfig) -> dict[str, str]:
-    """Hugging Face's parameter names by ours, in our order."""
-    result = {"tok_embeddings.weight": "model.embed_tokens.weight"}
+def names(config: LlamaConfig) -> dict[str, list[str]]:
+    """Hugging Face's parameter names by ours, in our order: one, or one for each expert."""
+    layer = dict(LAYER)
+    if config.num_experts:
+        layer |= MIXTURES[family_of(config)]
+    result = {"tok_embeddings.weight": ["model.embed_tokens.weight"]}
     for i in range(config.num_layers):
         for name in block_shapes(config):
             module, _, kind = name.rpartition(".")  # attention.wq, weight or bias
-            result[f"layers.{i}.{name}"] = f"model.layers.{i}.{LAYER[module]}.{kind}"
-    result["norm.weight"] = "model.norm.weight"
+            there = f"model.layers.{i}.{layer[module]}.{kind}"
+            numbers = range(config.num_experts if "{}" in there else 1)
+            result[f"layers.{i}.{name}"] = [there.format(number) for number in numbers]
+    result["norm.weight"] = ["model.norm.weight"]
     if not config.tied_embeddings:
-        result["output.weight"] = "lm_head.weight"
+        result["output.weight"] = ["lm_head.weight"]
     return result
 
 
@@ -88,12 +111,19 @@ def open_folder(folder: Path) -> FullState:
             f"{path}: not the configuration of a Llama ({reason_of(error)})"
         ) from None
     stored = without_tables(read_folder(folder))
-    tensors: dict[str, FullTensor] = {}
-    for name, hf_name in names(config).items():
-        tensor = stored.pop(hf_name, None)
-        if tensor:
+    tensors = _take_fused(stored, config)
+    for name, hf_names in names(config).items():
+        found = [stored.pop(hf_name) for hf_name in hf_names if hf_name in stored]
+        if len(found) == len(hf_names) == 1:
             width = config.head_dim if is_permuted(name) else 0
-            tensors[name] = dataclasses.replace(tensor, half_split=width)
+            tensors[name] = dataclasses.replace(found[0], half_split=width)
+        elif len(found) == len(hf_names):
+            tensors[name] = _stacked(folder, hf_names, found)
+        elif found:
+            raise CorruptCheckpoint(
+                f"{folder}: has {len(found)} of the {len(hf_names)} tensors {hf_names[0]!r} to "
+                f"{hf_names[-1]!r}"
+            )
     # What is left in `stored` is not known: comparing the models reports it
     output = stored.get("lm_head.weight")
     embedding = tensors.get("tok_embeddings.weight")
@@ -110,3 +140,49 @@ def open_folder(folder: Path) -> FullState:
     if template:
         about.files[TEMPLATE_FILE] = template.encode()
     return FullState(folder, about, tensors | stored)
+
+
+def _stacked(folder: Path, hf_names: list[str], tensors: list[FullTensor]) -> FullTensor:
+    """One tensor (E, ...) of the experts' tensors. Raises CorruptCheckpoint if they differ."""
+    first = tensors[0]
+    parts: list[Part] = []
+    for number, tensor in enumerate(tensors):
+        if (tensor.dtype, tensor.shape) != (first.dtype, first.shape):
+            raise CorruptCheckpoint(
+                f"{folder}: {hf_names[number]!r} is {tensor.dtype} {tensor.shape}, and "
+                f"{hf_names[0]!r} {first.dtype} {first.shape}; expected the same"
+            )
+        for part in tensor.parts:
+            offsets = (number, *part.offsets)
+            parts.append(dataclasses.replace(part, offsets=offsets, sizes=(1, *part.sizes)))
+    return FullTensor(first.dtype, (len(tensors), *first.shape), tuple(parts))
+
+
+def _take_fused(stored: dict[str, FullTensor], config: LlamaConfig) -> dict[str, FullTensor]:
+    """Removes mixtures as transformers 5 has them in memory, with all experts in one tensor, from
+    those that are stored, and returns them under our names.
+    """
+    num = config.num_experts
+    dim = config.dim
+    hidden = config.expert_ffn_dim
+    taken: dict[str, FullTensor] = {}
+    for i in range(config.num_layers if num else 0):
+        theirs = f"model.layers.{i}.mlp."
+        ours = f"layers.{i}.feed_forward."
+        both = stored.get(f"{theirs}experts.gate_up_proj")
+        if both and both.shape == (num, 2 * hidden, dim) and len(both.parts) == 1:
+            del stored[f"{theirs}experts.gate_up_proj"]
+            for number, name in enumerate(("w1", "w3")):
+                half = dataclasses.replace(
+                    both.parts[0],
+                    begin=both.parts[0].begin + number * hidden * dim * both.dtype.itemsize,
+                    sizes=(num, hidden, dim),
+                    strides=(2 * hidden * dim, dim, 1),
+                )
+                shape = (num, hidden, dim)
+                taken[f"{ours}experts.{name}.weight"] = FullTensor(both.dtype, shape, (half,))
+        others = {"experts.down_proj": "experts.w2.weight", "gate.weight": "router.weight"}
+        for there, name in others.items():
+            if f"{theirs}{there}" in stored:
+                taken[f"{ours}{name}"] = stored.pop(f"{theirs}{there}")
+    return taken

@@ -1,10 +1,12 @@
 """config.json of Hugging Face's transformers, and the `LlamaConfig` that it describes.
 
 What it is: the families of transformers whose blocks are Llama's with the differences that are
-fields of `LlamaConfig`: biases, norms of q and k, windows. Every field that transformers reads for
-these families is understood, or has to be at the value that changes nothing (`UNCHANGED`); all
-others are refused by name, in one error. A test compares this with transformers' own code.
-Reference: transformers 5, `LlamaConfig`, `MistralConfig`, `Qwen2Config`, `Qwen3Config`
+fields of `LlamaConfig`: biases, norms of q and k, windows, experts. Every field that transformers
+reads for these families is understood, or has to be at the value that changes nothing
+(`UNCHANGED`); all others are refused by name, in one error. A test compares this with transformers'
+own code.
+Reference: transformers 5, `LlamaConfig`, `MistralConfig`, `Qwen2Config`, `Qwen3Config`,
+`Qwen3MoeConfig`, `MixtralConfig`
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ CLASSES = {
     "ministral": "MinistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
 }
 # Family -> default of its class, where the families differ
 LENGTHS = {
@@ -38,8 +42,21 @@ LENGTHS = {
     "ministral": 131072,
     "qwen2": 32768,
     "qwen3": 32768,
+    "qwen3_moe": 32768,
+    "mixtral": 131072,
 }
-KV_HEADS = {"mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32}
+KV_HEADS = {"mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mixtral": 8}
+THETAS = {"mixtral": 1e6}  # others: 10,000
+EPSILONS = {"mixtral": 1e-5}  # others: 1e-6
+# Mixture of experts -> its class's number of experts, and of experts per token
+EXPERTS = {"qwen3_moe": (128, 8), "mixtral": (8, 2)}
+EXPERT_WIDTH = 768  # Qwen3MoeConfig's; the experts of a Mixtral have its intermediate_size
+# Families with what `model/moe.py` has not
+SHARED_EXPERT = (
+    *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe"),
+    *("llama4", "llama4_text", "qwen2_moe", "qwen3_next"),
+)
+SIGMOID_ROUTER = ("deepseek_v3", "dots1", "glm4_moe", "llama4", "llama4_text", "minimax_m2")
 # Fields that transformers reads for any family, and the value with which they change nothing
 UNCHANGED: dict[str, Any] = {
     "attention_chunk_size": None,
@@ -52,6 +69,8 @@ UNCHANGED: dict[str, Any] = {
     "transformers_weights": None,
 }
 SCALED_FROM = "original_max_position_embeddings"
+# Families whose window, if they have one, is in all layers
+EVERY_LAYER = ("mistral", "qwen3_moe", "mixtral")
 # Entries of `layer_types`: a layer with the window, and one without
 WINDOWED = "sliding_attention"
 FULL = "full_attention"
@@ -84,6 +103,15 @@ class _Fields(_Needed, total=False):
     layer_types: list[str] | None
 
 
+class _MixtureFields(TypedDict, total=False):
+    """The fields of a mixture of experts that are read."""
+
+    num_experts: Size
+    num_local_experts: Size
+    num_experts_per_tok: Size
+    moe_intermediate_size: Size
+
+
 def to_config(config: LlamaConfig, seq_len: int, dtype: str) -> dict[str, Any]:
     """The fields of a config.json, without the ids of tokens; `dtype` as torch names it, without
     `torch.`.
@@ -111,7 +139,29 @@ def to_config(config: LlamaConfig, seq_len: int, dtype: str) -> dict[str, Any]:
         "use_cache": True,
         "torch_dtype": dtype,
         **_to_window(config, family),
+        **_to_mixture(config, family),
     }
+
+
+def _to_mixture(config: LlamaConfig, family: str) -> dict[str, Any]:
+    """The fields of a config.json that give the experts; none for a dense model."""
+    if not config.num_experts:
+        return {}
+    fields: dict[str, Any] = {
+        "num_experts_per_tok": config.experts_per_token,
+        "output_router_logits": False,
+    }
+    if family == "mixtral":
+        fields["num_local_experts"] = config.num_experts
+        fields["intermediate_size"] = config.expert_ffn_dim
+        return fields
+    # The name of the released files. transformers 5 reads it, and writes num_local_experts
+    fields["num_experts"] = config.num_experts
+    fields["moe_intermediate_size"] = config.expert_ffn_dim
+    fields["norm_topk_prob"] = True
+    fields["decoder_sparse_step"] = 1
+    fields["mlp_only_layers"] = []
+    return fields
 
 
 def family_of(config: LlamaConfig) -> str:
@@ -120,10 +170,7 @@ def family_of(config: LlamaConfig) -> str:
     Raises ConfigError if none has.
     """
     if config.num_experts:
-        raise ConfigError(
-            f"model.num_experts = {config.num_experts}: --to hf and gguf write dense models; "
-            "allowed for a mixture of experts: titanlite, dcp, safetensors, torch"
-        )
+        return _mixture_of(config)
     if config.qkv_bias and config.qk_norm:
         raise ConfigError(
             "model.qkv_bias with model.qk_norm: transformers has no such model; "
@@ -143,12 +190,30 @@ def family_of(config: LlamaConfig) -> str:
     return "mistral" if config.window_layers == "all" else "ministral"
 
 
+def _mixture_of(config: LlamaConfig) -> str:
+    """The family of transformers that has this mixture of experts. Raises ConfigError."""
+    if config.qkv_bias:
+        raise ConfigError(
+            f"model.qkv_bias with model.num_experts = {config.num_experts}: transformers has no "
+            "such model; expected a dense model, or no biases"
+        )
+    if config.sliding_window and config.window_layers != "all":
+        raise ConfigError(
+            f"model.window_layers = {config.window_layers!r} with model.num_experts = "
+            f"{config.num_experts}: transformers' mixtures have the window in all blocks; expected "
+            "model.window_layers = all, or no window"
+        )
+    return "qwen3_moe" if config.qk_norm else "mixtral"
+
+
 def _to_window(config: LlamaConfig, family: str) -> dict[str, Any]:
     """The fields of a config.json that give the window."""
     if not config.sliding_window:
         return {}
     fields: dict[str, Any] = {"sliding_window": config.sliding_window}
-    if family == "mistral":
+    if family == "qwen3_moe":
+        fields["use_sliding_window"] = True
+    if family in EVERY_LAYER:
         return fields
     numbers = layer_numbers(config.window_layers, config.num_layers)
     fields["layer_types"] = [
@@ -164,7 +229,7 @@ def _window_of(family: str, fields: dict[str, Any]) -> Any:
     """The window of a config.json, None if it has none."""
     if family in ("mistral", "ministral"):
         return fields.get("sliding_window", 4096)  # the default of MistralConfig
-    if family in ("qwen2", "qwen3"):
+    if family in ("qwen2", "qwen3", "qwen3_moe"):
         if not fields.get("use_sliding_window", False):
             return None  # the width of a window that is not used
         return fields.get("sliding_window", 4096)  # the default of Qwen2Config
@@ -256,9 +321,14 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
     """
     family = fields.get("model_type")
     if family not in tuple(CLASSES):  # it may be of any type, also one without a hash
-        raise ConfigError(
-            f"{path}: model_type = {family!r:.99}; allowed: {', '.join(map(repr, CLASSES))}"
-        )
+        others = {"a shared expert": SHARED_EXPERT, "a sigmoid router": SIGMOID_ROUTER}
+        has = " and ".join(part for part, families in others.items() if family in families)
+        reason = f", which has {has}, and titanlite's mixtures have neither" if has else ""
+        allowed = ", ".join(map(repr, CLASSES))
+        raise ConfigError(f"{path}: model_type = {family!r:.99}{reason}; allowed: {allowed}")
+    if family in EXPERTS:
+        of_mixture = _MixtureFields.__annotations__
+        typed(_MixtureFields, {name: fields[name] for name in of_mixture if name in fields})
     typed(_Fields, {name: fields[name] for name in _Fields.__annotations__ if name in fields})
     length = sequence_length(fields.get("max_position_embeddings", LENGTHS[family]))
     rope = _rope(path, fields, length)
@@ -283,14 +353,30 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
         tied_embeddings=fields.get("tie_word_embeddings", False),
         rope_theta=rope["rope_theta"],
         rope_scaling=scaling,
-        norm_eps=fields.get("rms_norm_eps", 1e-6),
+        norm_eps=fields.get("rms_norm_eps", EPSILONS.get(family, 1e-6)),
         explicit_head_dim=head_dim,
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         sliding_window=0 if window is None else window,
         window_layers=_window_layers(family, fields),
+        **_from_mixture(family, fields),
     )
     return checked(config)
+
+
+def _from_mixture(family: str, fields: dict[str, Any]) -> dict[str, int]:
+    """The fields of a `LlamaConfig` that give the experts; none for a dense model."""
+    if family not in EXPERTS:
+        return {}
+    number, per_token = EXPERTS[family]
+    width = fields["intermediate_size"]
+    if family == "qwen3_moe":
+        width = fields.get("moe_intermediate_size", EXPERT_WIDTH)
+    return {
+        "num_experts": fields.get("num_experts", fields.get("num_local_experts", number)),
+        "experts_per_token": fields.get("num_experts_per_tok", per_token),
+        "expert_ffn_dim": width,
+    }
 
 
 def _rope(path: Path, fields: dict[str, Any], length: int) -> dict[str, Any]:
@@ -325,7 +411,9 @@ def _completed(rope: dict[str, Any], fields: dict[str, Any], length: int) -> dic
     """One of these entries with what transformers adds from the other fields."""
     complete = {name: value for name, value in rope.items() if name != "type"}
     complete.setdefault("rope_type", rope.get("type", "default"))
-    complete.setdefault("rope_theta", fields.get("rope_theta", 10000.0))
+    complete.setdefault(
+        "rope_theta", fields.get("rope_theta", THETAS.get(fields["model_type"], 10000.0))
+    )
     if fields.get("partial_rotary_factor") is not None:
         complete.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
     if complete["rope_type"] in ("llama3", "yarn"):
@@ -340,8 +428,8 @@ def _require_supported(
 ) -> None:
     """Raises ConfigError with each field whose value makes another model than `LlamaConfig` can."""
     fitting: tuple[str, ...] = (WINDOWED, FULL) if window else (FULL,)
-    if family == "mistral" and window:
-        fitting = (WINDOWED,)  # transformers' Mistral has the window in all layers
+    if family in EVERY_LAYER and window:
+        fitting = (WINDOWED,)
     layer_types = fields.get("layer_types") or ()
     other_types = [layer for layer in layer_types if layer not in fitting]
     by_kind_of_layer = [name for name, value in rope.items() if isinstance(value, dict)]
@@ -368,6 +456,16 @@ def _require_supported(
             (None,),
         ),
     }
+    if family in EXPERTS:
+        number = _from_mixture(family, fields)["num_experts"]
+        # Of two, transformers reads the one in a Mixtral, and the other in a Qwen3-MoE
+        allowed["num_local_experts"] = (fields.get("num_local_experts", number), (number,))
+    if family == "qwen3_moe":
+        allowed |= {
+            "norm_topk_prob": (fields.get("norm_topk_prob", False), (True,)),
+            "decoder_sparse_step": (fields.get("decoder_sparse_step", 1), (1,)),
+            "mlp_only_layers": (fields.get("mlp_only_layers") or [], ([],)),
+        }
     for name, value in UNCHANGED.items():
         allowed[name] = (fields.get(name, value), (value,))
     problems = [

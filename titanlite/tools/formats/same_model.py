@@ -115,12 +115,18 @@ def differences(first: LlamaConfig, second: LlamaConfig) -> list[tuple[str, Any,
 
 
 def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    return [(name, first[name], second[name]) for name in first if first[name] != second[name]]
+    return [
+        (name, value, second[name])
+        for name, value in first.items()
+        if name in second and value != second[name]
+    ]
 
 
 def _fields(model: LlamaConfig) -> dict[str, Any]:
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     fields["head_dim"] = fields.pop("explicit_head_dim")  # as the key is called
+    if model.num_experts:
+        del fields["ffn_dim"]  # a mixture has no such feed-forward
     return fields
 
 
@@ -232,17 +238,20 @@ def tensor_problems(
             "Llama's parameter"
         ]
     problems = _mismatches(path, tensors, shapes)
+    is_mixture = any(".experts." in name for name in shapes)
     problems += [
-        f"{path}: {name[:200]!r} is not a parameter of this model{_reason(name)}"
+        f"{path}: {name[:200]!r} is not a parameter of this model{_reason(name, is_mixture)}"
         for name in unknown
     ]
     return _first_ones(path, problems)
 
 
-def _reason(name: str) -> str:
+def _reason(name: str, is_mixture: bool) -> str:
     if name in ("output.weight", "lm_head.weight"):
         return ", whose embeddings are tied, and not a copy of its embedding"
-    if ".experts." in name:
+    if ".shared_expert" in name:
+        return ", which has no shared expert"
+    if ".experts." in name and not is_mixture:
         return ", which has no mixture of experts"
     if name.endswith(".bias"):
         return ", which has no biases"

@@ -7,7 +7,7 @@ computes frequencies.
 Why it is here: if the second Llama were given what our reader made of the file, a field that our
 reader drops would be missing in both.
 Reference: transformers 5, `modeling_rope_utils.py`, `LlamaConfig`, `MistralConfig`,
-`MinistralConfig`, `Qwen2Config`, `Qwen3Config`
+`MinistralConfig`, `Qwen2Config`, `Qwen3Config`, `Qwen3MoeConfig`, `MixtralConfig`
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def described_by_fields(fields: Fields) -> Description:
     if "num_key_value_heads" in fields:
         kv_heads = fields["num_key_value_heads"] or heads
     else:
-        kv_heads = {"llama": heads, "mistral": 8, "ministral": 8}.get(family, 32)
+        others = {"llama": heads, "mistral": 8, "ministral": 8, "mixtral": 8, "qwen3_moe": 4}
+        kv_heads = others.get(family, 32)
     width = fields.get("head_dim")
     if not width:
         width = 128 if family == "qwen3" else fields["hidden_size"] // heads
@@ -44,18 +45,26 @@ def described_by_fields(fields: Fields) -> Description:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_width=width,
-        norm_eps=fields.get("rms_norm_eps", 1e-6),
+        norm_eps=fields.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
         frequencies=_frequencies(rope, width, fields),
         amplitude=_amplitude(rope, fields),
         windows=_windows(family, fields),
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family.startswith("qwen3"),
         tied=fields.get("tie_word_embeddings", False),
+        experts_per_token=_experts_per_token(family, fields),
     )
 
 
+def _experts_per_token(family: str, fields: Fields) -> int:
+    if family not in ("qwen3_moe", "mixtral"):
+        return 0
+    per_token: int = fields.get("num_experts_per_tok", 8 if family == "qwen3_moe" else 2)
+    return per_token
+
+
 def _context(fields: Fields) -> int:
-    defaults = {"llama": 2048, "mistral": 1 << 17, "ministral": 1 << 17}
+    defaults = {"llama": 2048, "mistral": 1 << 17, "ministral": 1 << 17, "mixtral": 1 << 17}
     context: int = fields.get("max_position_embeddings", defaults.get(fields["model_type"], 32768))
     return context
 
@@ -66,7 +75,8 @@ def _rope(fields: Fields) -> Fields:
     if "rope_type" not in rope:
         rope["rope_type"] = rope.get("type", "default")
     if "rope_theta" not in rope:
-        rope["rope_theta"] = fields.get("rope_theta", 1e4)
+        usual = 1e6 if fields["model_type"] == "mixtral" else 1e4
+        rope["rope_theta"] = fields.get("rope_theta", usual)
     # A field beside the entry comes before one in it
     rope["trained"] = fields.get(
         "original_max_position_embeddings",
@@ -129,9 +139,10 @@ def _windows(family: str, fields: Fields) -> tuple[int, ...]:
     """The window of each layer; 0 for none."""
     layers = fields["num_hidden_layers"]
     window = 0
-    if family in ("mistral", "ministral") or fields.get("use_sliding_window", False):
-        window = fields.get("sliding_window", 4096) or 0
-    if family in ("llama", "mistral"):  # which have no types of layers
+    if family in ("mistral", "ministral", "mixtral") or fields.get("use_sliding_window", False):
+        usual = None if family == "mixtral" else 4096
+        window = fields.get("sliding_window", usual) or 0
+    if family in ("llama", "mistral", "mixtral", "qwen3_moe"):  # which have no types of layers
         return ((0 if family == "llama" else window),) * layers
     types = fields.get("layer_types")
     if types is None:

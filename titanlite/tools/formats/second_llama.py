@@ -5,7 +5,7 @@ from tensors in either order of rows, with the RoPE that belongs to it. What it 
 a `Description`; `second_config.py` makes one from a config.json, without our reader of that file.
 Why it is here: a reader and a writer that share a mistake agree with each other. On purpose nothing
 here is imported from the model but its description.
-What it costs: one layer in memory at a time.
+What it costs: one layer in memory at a time, and one of its experts.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ class Weights:
     def __call__(self, name: str) -> Tensor:
         tensor = self.tensors[name]
         return self.rounded(tensor, tensor.read()).double()
+
+    def one(self, name: str, number: int) -> Tensor:
+        """Matrix (F, D) of a parameter (E, F, D)."""
+        tensor = self.tensors[name]
+        return self.rounded(tensor, tensor.read(number, number + 1)).double()[0]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeds tokens: (S,) -> (S, D)."""
@@ -151,7 +156,7 @@ def second_logits(model: Description, read: Weights, tokens: Tensor, half_split:
         if model.experts_per_token:
             scores = h @ read(layer + "feed_forward.router.weight").T
             names = [name.replace("forward.", "forward.experts.") for name in names]
-            x = x + mixed(h, scores, [read(name) for name in names], model.experts_per_token)
+            x = x + mixed(h, scores, names, read, model.experts_per_token)
         else:
             x = x + gated(h, *(read(name) for name in names))
     x = normed(x, "norm.weight")
@@ -164,17 +169,17 @@ def gated(h: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     return (gate * torch.sigmoid(gate) * (h @ w3.T)) @ w2.T
 
 
-def mixed(h: Tensor, scores: Tensor, experts: list[Tensor], most: int) -> Tensor:
+def mixed(h: Tensor, scores: Tensor, names: list[str], read: Weights, most: int) -> Tensor:
     """The `most` experts with the highest scores (S, E) of each token, weighted by the softmax of
-    these scores.
+    these scores; one expert in memory at a time.
     """
-    w1, w2, w3 = experts
     result = torch.zeros_like(h)
-    for token, of_token in enumerate(scores):
-        best = of_token.topk(most)
-        for share, expert in zip(best.values.softmax(0), best.indices, strict=True):
-            output = gated(h[token : token + 1], w1[expert], w2[expert], w3[expert])
-            result[token] += share * output[0]
+    best = scores.topk(most)
+    shares = best.values.softmax(1)
+    for expert in best.indices.unique().tolist():
+        tokens, places = torch.nonzero(best.indices == expert, as_tuple=True)
+        output = gated(h[tokens], *(read.one(name, expert) for name in names))
+        result[tokens] += shares[tokens, places, None] * output
     return result
 
 

@@ -5,8 +5,8 @@ the training state that it can hold, what it refuses and why, how it is written 
 `convert.py` does the rest, in the same way for all. What a file contains besides tensors makes it
 complete: the model's shape and the tokenizer.
 What it costs: safetensors and GGUF files are written block by block, with one block of rows in
-memory, and one whole tensor for GGUF, whose package takes no less. torch.save and DCP take whole
-tensors, which lie in a scratch file first (`scratch.py`).
+memory, of a mixture one expert's matrix, and one whole tensor for GGUF, whose package takes no
+less. torch.save and DCP take whole tensors, which lie in a scratch file first (`scratch.py`).
 """
 
 from __future__ import annotations
@@ -329,9 +329,13 @@ class HuggingFace(Target):
         state = export.state
         length = _length(state)
         tensors: dict[str, Outgoing] = {}
-        for name, hf_name in huggingface.names(state.model).items():
-            width = state.model.head_dim if huggingface.is_permuted(name) else 0
-            tensors[hf_name] = export.weight(name, width)
+        for name, hf_names in huggingface.names(state.model).items():
+            if len(hf_names) > 1:  # a mixture's
+                for number, hf_name in enumerate(hf_names):
+                    tensors[hf_name] = export.expert(name, number)
+            else:
+                width = state.model.head_dim if huggingface.is_permuted(name) else 0
+                tensors[hf_names[0]] = export.weight(name, width)
         write_folder(path, tensors, export.shard_size)
         dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
         config = huggingface_config.to_config(state.model, length, dtype)

@@ -1,0 +1,139 @@
+"""Hugging Face's folders of mixtures: a tensor for each matrix of each expert, or one for all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from messages import refused
+from safetensors.torch import load_file, save_file
+from transformers_models import TOKENS, make
+
+from titanlite.checkpoint.manifest import CorruptCheckpoint
+from titanlite.tools.formats.convert import Options, convert
+from titanlite.tools.formats.detect_format import open_full_state
+from titanlite.tools.formats.full_state import Part
+
+transformers = pytest.importorskip("transformers")
+QWEN = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+}
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4}
+GATE = "model.layers.1.mlp.experts.{}.gate_proj.weight"
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def saved(folder: Path, fields: dict[str, Any] = QWEN, **options: Any) -> Any:
+    """A model of transformers, which it has saved."""
+    theirs = make(fields)
+    theirs.save_pretrained(folder, **options)
+    return theirs
+
+
+@pytest.mark.parametrize("fields", [QWEN, MIXTRAL], ids=["qwen3_moe", "mixtral"])
+def test_experts_in_one_tensor_are_those_in_many(tmp_path, fields):
+    """As transformers 5 has them in memory, and saves them with save_original_format=False."""
+    theirs = saved(tmp_path / "many", fields)
+    theirs.save_pretrained(tmp_path / "one", save_original_format=False)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    assert torch.equal(again(TOKENS).logits, theirs(TOKENS).logits)
+    many = open_full_state(tmp_path / "many")
+    one = convert(tmp_path / "one", tmp_path / "ours", Options("titanlite"), log=quiet)
+    assert len(load_file(tmp_path / "one/model.safetensors")) < len(one) + 3
+    assert set(one) == set(many)
+    for name in many:
+        assert torch.equal(one[name], many[name]), name
+
+
+@pytest.mark.parametrize("fields", [QWEN, MIXTRAL], ids=["qwen3_moe", "mixtral"])
+def test_what_is_written_is_what_transformers_writes(tmp_path, fields):
+    """The same names, shapes and numbers, of which no reader of a folder can be surprised."""
+    saved(tmp_path / "theirs", fields)
+    convert(tmp_path / "theirs", tmp_path / "ours", Options("titanlite"), log=quiet)
+    convert(tmp_path / "ours", tmp_path / "back", Options("hf"), log=quiet)
+    theirs = load_file(tmp_path / "theirs/model.safetensors")
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert back.keys() == theirs.keys()
+    assert all(torch.equal(back[name], theirs[name]) for name in theirs)
+    written = transformers.AutoConfig.from_pretrained(tmp_path / "back").to_dict()
+    read = transformers.AutoConfig.from_pretrained(tmp_path / "theirs").to_dict()
+    differ = {name for name in read if written.get(name) != read[name]}
+    # Which say nothing of the model
+    assert differ <= {
+        "_name_or_path",
+        "initializer_range",
+        "head_dim",
+        "bos_token_id",
+        "eos_token_id",
+    }
+
+
+def test_one_expert_is_read_and_written_at_a_time(tmp_path, monkeypatch):
+    saved(tmp_path / "hf")
+    sizes: set[int] = set()
+    original = Part.read
+
+    def noted(part: Part, *arguments: Any) -> torch.Tensor:
+        block = original(part, *arguments)
+        sizes.add(block.nbytes)
+        return block
+
+    monkeypatch.setattr(Part, "read", noted)
+    full = open_full_state(tmp_path / "hf")
+    full.tensors["layers.1.feed_forward.experts.w1.weight"].read(2, 3)
+    assert sizes == {4 * 20 * 48}
+
+
+def change(folder: Path, edit: str) -> None:
+    """Edits the tensors of a folder."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    if edit == "missing":
+        del tensors[GATE.format(2)]
+    if edit == "one more":
+        tensors[GATE.format(4)] = tensors[GATE.format(3)].clone()
+    if edit == "other shape":
+        tensors[GATE.format(3)] = tensors[GATE.format(3)][1:].clone()
+    if edit == "other dtype":
+        tensors[GATE.format(3)] = tensors[GATE.format(3)].bfloat16()
+    if edit == "shared expert":
+        tensors["model.layers.1.mlp.shared_expert.up_proj.weight"] = torch.zeros(20, 48)
+    save_file(tensors, path)
+
+
+DAMAGED = {
+    "missing": ("has 3 of the 4 tensors", GATE.format(0), GATE.format(3)),
+    "one more": (GATE.format(4), "is not a parameter of this model"),
+    "other shape": (GATE.format(3), "(19, 48)", "(20, 48)", "expected the same"),
+    "other dtype": (GATE.format(3), "torch.bfloat16", "expected the same"),
+    "shared expert": ("mlp.shared_expert.up_proj.weight", "which has no shared expert"),
+}
+
+
+@pytest.mark.parametrize("edit", DAMAGED)
+def test_experts_that_do_not_fit_are_one_sentence(tmp_path, edit):
+    saved(tmp_path / "hf")
+    change(tmp_path / "hf", edit)
+    with refused("hf", *DAMAGED[edit]):
+        convert(tmp_path / "hf", tmp_path / "ours", Options("titanlite"), log=quiet)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_more_experts_per_token_than_experts_are_refused(tmp_path):
+    saved(tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_experts_per_tok": 5}))
+    with refused(
+        "config.json", "experts_per_token = 5: expected 2 to", "= 4", error=CorruptCheckpoint
+    ):
+        open_full_state(tmp_path / "hf")
