@@ -125,7 +125,7 @@ def compute_elsewhere(
     experts_of_rows = numbers.repeat_interleave(received, output_size=len(arrived))
     order = experts_of_rows.argsort(stable=True)  # by expert, then by rank
     own_counts = received.unflatten(0, (ep, local)).sum(dim=0)  # (E/ep,)
-    outputs = Experts.forward(experts, arrived[order], own_counts)
+    outputs = Experts.forward(experts, arrived.index_select(0, order), own_counts)
     outputs = restore_order(outputs, order)  # by rank, then by expert
     returned: Tensor = AllToAll.apply(outputs, got_from, sent_to, group)
     return returned
