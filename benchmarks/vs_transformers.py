@@ -1,6 +1,6 @@
-"""Compares the speed of titanlite and Hugging Face's Llama in a plain training loop.
+"""Compares the speed of titanlite and Hugging Face's Llama or Qwen3-MoE in a plain training loop.
 
-    python benchmarks/vs_transformers.py [--sizes 1M,25M,125M] [--no-compile] [--compute bfloat16]
+    python benchmarks/vs_transformers.py [--sizes 1M,25M,125M,experts] [--no-compile] [--compute bfloat16]
 
 Both have the same weights and tokens, compute in fp32 on CPU and in bfloat16 on CUDA or on request
 (transformers by autocast), use fused AdamW and clip to norm 1; titanlite is built from the parts of
@@ -51,9 +51,9 @@ SIZES = {  # arguments of train.py, steps of a turn, rounds of four turns in a p
     ),
     "experts": (  # the auxiliary loss is off: transformers' has another definition
         ["debug_moe", "--training.local_batch_size=8", "--loss.router_aux_loss=0"],
-        5,
-        8,
-        8,
+        3,
+        4,
+        4,
     ),
     "1B": (
         [
