@@ -232,14 +232,19 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def timed(step: Step, batches: list[tuple[Tensor, Tensor]], device: torch.device) -> list[float]:
+def timed(
+    step: Step,
+    batches: list[tuple[Tensor, Tensor]],
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
     """Times each step; on CUDA by events, so that the host runs ahead as it does in training."""
     if device.type != "cuda":
         seconds = []
         for tokens, labels in batches:
-            started = time.perf_counter()
+            started = clock()
             step(tokens, labels)
-            seconds.append(time.perf_counter() - started)
+            seconds.append(clock() - started)
         return seconds
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
     events[0].record()
@@ -251,7 +256,12 @@ def timed(step: Step, batches: list[tuple[Tensor, Tensor]], device: torch.device
 
 
 def side_by_side(
-    a: Step, b: Step, batches: list[tuple[Tensor, Tensor]], device: torch.device, rounds: int = 1
+    a: Step,
+    b: Step,
+    batches: list[tuple[Tensor, Tensor]],
+    device: torch.device,
+    rounds: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[tuple[list[float], list[float]], list[float]]:
     """Times steps of A and B in the order A B B A, `rounds` times; every turn takes all batches.
 
@@ -263,7 +273,7 @@ def side_by_side(
     for _ in range(rounds):
         turns: tuple[list[float], list[float]] = ([], [])
         for which in (0, 1, 1, 0):
-            turns[which].extend(timed((a, b)[which], batches, device))
+            turns[which].extend(timed((a, b)[which], batches, device, clock))
         ratios.append(statistics.median(turns[1]) / statistics.median(turns[0]))
         for all_rounds, turn in zip(seconds, turns, strict=True):
             all_rounds.extend(turn)
