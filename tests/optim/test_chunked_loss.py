@@ -27,7 +27,7 @@ def test_chunked_loss_equals_the_plain_one(num_chunks, dtype, device, monkeypatc
     """Loss and gradients; some labels are no targets, and neither the chunks nor the blocks are all
     of one size.
     """
-    monkeypatch.setattr(chunked_loss, "BLOCK_NUMEL", 5 * 53)
+    monkeypatch.setattr(chunked_loss, "CPU_BLOCK_NUMEL", 5 * 53)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*shape, generator=generator) for shape in ((3, 37, 16), (53, 16)))
     labels = torch.randint(53, (3, 37), generator=generator)
@@ -66,7 +66,7 @@ def test_chunked_loss_takes_a_part_of_the_memory(dtype, monkeypatch):
     """At most 4 bytes for each logit of a chunk, and those of a block; logits are some 100 times
     what is projected here, and the weight's gradient.
     """
-    monkeypatch.setattr(chunked_loss, "BLOCK_NUMEL", 16 * 2048)
+    monkeypatch.setattr(chunked_loss, "CPU_BLOCK_NUMEL", 16 * 2048)
     labels = torch.randint(2048, (4, 256))
     used = {}
     for num_chunks in (0, 1, 2, 4, 8, 16):
@@ -85,7 +85,7 @@ def test_chunked_loss_takes_a_part_of_the_memory(dtype, monkeypatch):
     logits = 4 * 256 * 2048
     assert used.pop(0) >= 12 * logits  # the measure sees the logits
     for num_chunks, most in used.items():
-        block = 16 * chunked_loss.BLOCK_NUMEL
+        block = 16 * chunked_loss.CPU_BLOCK_NUMEL
         projected = 16 * (hidden.numel() + weight.numel())
         assert most <= dtype.itemsize * logits / num_chunks + block + projected, used
 
@@ -103,7 +103,7 @@ def test_gradients_take_the_place_of_the_logits(rows, dtype, monkeypatch):
     leaf = logits.clone().requires_grad_()
     value = cross_entropy_sum(leaf, labels)
     (expected,) = torch.autograd.grad(value, leaf)
-    monkeypatch.setattr(chunked_loss, "BLOCK_NUMEL", rows * 53)
+    monkeypatch.setattr(chunked_loss, "CPU_BLOCK_NUMEL", rows * 53)
     with torch.no_grad():
         found = replace_by_gradient(logits, labels, cross_entropy_sum)
     assert torch.equal(logits, expected)

@@ -27,7 +27,7 @@ def most_bytes(parallel: dict[str, int], num_chunks: int) -> int:
     )
     tokens = torch.randint(WIDE.vocab_size, SHAPE)
     with Largest() as largest, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked_loss, "BLOCK_NUMEL", BLOCK_NUMEL)
+        patch.setattr(chunked_loss, "CPU_BLOCK_NUMEL", BLOCK_NUMEL)
         stages.forward_backward(Batch(tokens, tokens), torch.tensor(tokens.numel()))
     return (
         largest.most

@@ -6,7 +6,7 @@ loss computes the logits, overwrites them with their gradient, a block of tokens
 computes from it the gradients of the hidden states and of the projection. The loss is a sum, so the
 backward only multiplies these by the factor that it receives.
 What it costs: nothing is computed twice. Memory: with n chunks 1/n of the logits; fp32 copy,
-log-softmax and gradient of one block (12 bytes for each of BLOCK_NUMEL logits); and the gradients
+log-softmax and gradient of one block (12 bytes for each of its logits); and the gradients
 of the hidden states and of the projection (fp32) until the backward. Under tensor parallel the
 hidden states (B, S, D) are all-gathered, as they are for an output layer. The last FSDP unit keeps
 its weights gathered after the forward, since the loss uses them.
@@ -27,8 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from titanlite.optim.loss import SummedLoss
-
-BLOCK_NUMEL = 1 << 24  # logits of which fp32 copy, log-softmax and gradient exist at a time
+from titanlite.rules.loss_chunks import BLOCK_NUMEL, CPU_BLOCK_NUMEL
 
 
 class OutputWeight(Protocol):
@@ -87,11 +86,12 @@ def token_chunks(values: Tensor, num_chunks: int) -> tuple[Tensor, ...]:
 
 
 def token_blocks(logits: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields views of logits (1, n, V) and labels (1, n): of at most BLOCK_NUMEL logits, or of one
-    token.
+    """Yields views of logits (1, n, V) and labels (1, n): of at most BLOCK_NUMEL logits, on a CPU
+    CPU_BLOCK_NUMEL, or of one token.
     """
     rows = logits.shape[1]
-    while rows > 1 and rows * logits.shape[2] > BLOCK_NUMEL:
+    most = CPU_BLOCK_NUMEL if logits.is_cpu else BLOCK_NUMEL
+    while rows > 1 and rows * logits.shape[2] > most:
         rows = -(-rows // 2)  # halves divide most numbers of tokens, so blocks are equal
     return zip(logits.split(rows, dim=1), labels.split(rows, dim=1), strict=True)
 

@@ -1,4 +1,5 @@
-"""Decides in how many chunks of tokens the loss is computed if `loss.num_chunks` is 0.
+"""Decides in how many chunks of tokens the loss is computed if `loss.num_chunks` is 0, and how large
+the blocks of a chunk are.
 
 What it is: 1, doubled until the logits of a chunk take at most 1 GB in fp32, in which the loss
 computes. So smaller logits are computed at once. Imports no torch.
@@ -12,6 +13,9 @@ from collections.abc import Mapping
 from titanlite.config.schema import Config
 
 MOST_BYTES = 10**9  # of a chunk's logits
+# Logits of a chunk of which fp32 copy, log-softmax and gradient exist at a time (chunked_loss.py)
+BLOCK_NUMEL = 1 << 24
+CPU_BLOCK_NUMEL = 1 << 20  # these stay in its caches, which takes a quarter of the loss's time away
 
 
 def loss_chunks(config: Config, vocab_size: int, degrees: Mapping[str, int]) -> int:

@@ -107,8 +107,8 @@ def test_zero_2_at_8b_on_4_gpus_and_ours():
 
 
 def measured_memory() -> list[tuple[str, str, float]]:
-    """Case, options and allocated GiB of benchmarks/results/2026-11-24-pretended_memory.md."""
-    text = (ROOT / "benchmarks/results/2026-11-24-pretended_memory.md").read_text()
+    """Case, options and allocated GiB of benchmarks/results/2026-11-28-pretended_memory.md."""
+    text = (ROOT / "benchmarks/results/2026-11-28-pretended_memory.md").read_text()
     rows = re.findall(r"^\| (\d.*?) \| [\d,]+ \| ([\d.]+) \|", text, re.M)
     options = dict(re.findall(r"^- (\d.*?): `(.*?)`$", text, re.M))
     return [(case, options[case], float(gib)) for case, gib in rows]
@@ -118,7 +118,7 @@ def measured_memory() -> list[tuple[str, str, float]]:
 def test_memory_against_the_allocator(case, options, gib):
     found = rank_of(1, *options.split(), "--compile.loss=false").memory.total / GIB
     if "budget" in case:  # the compiler may keep less than its budget
-        assert gib <= found < 1.06 * gib
+        assert 0.988 * gib <= found < 1.06 * gib
     else:
         assert found == pytest.approx(gib, rel=0.012)
 
@@ -226,7 +226,7 @@ def test_frozen_products_are_those_of_the_mfu(frozen):
 
 def test_blocks_below_all_that_is_trained_keep_nothing():
     """The first 24 of 32 blocks are frozen."""
-    options = ("--training.local_batch_size=4", "--loss.num_chunks=8")
+    options = ("--training.local_batch_size=4", "--loss.num_chunks=1")
     whole = rank_of(1, "llama3_8b", "--recompute.mode=none", *options).memory.activations
     patterns = ", ".join(["tok_embeddings.*", *(f"layers.{number}.*" for number in range(24))])
     frozen = f"--training.frozen={patterns}"

@@ -26,13 +26,14 @@ from dataclasses import dataclass, replace
 
 from titanlite.parallel.stage_split import most_received
 from titanlite.rules.compiled import compiles_loss
+from titanlite.rules.loss_chunks import BLOCK_NUMEL
 from titanlite.tools.plan.counts import Memory, RankCounts
 from titanlite.tools.plan.estimate_experts import kept_by_experts, passing_through_experts
 from titanlite.tools.plan.estimate_traffic import muon_numel
 from titanlite.tools.plan.layout import DTYPE_BYTES, Layout, Stage, Unit
 
 # Least and most that the allocator reserves, relative to what is allocated: it keeps pieces that no
-# tensor fits in (benchmarks/results/2026-11-24-pretended_memory.md: 0.3 to 2 GiB on one GPU)
+# tensor fits in (benchmarks/results/2026-11-28-pretended_memory.md: 0.3 to 2 GiB on one GPU)
 RESERVED_FRACTION = (1.0, 1.1)
 RESERVED_OF_LOGITS = 1 / 4
 CONTEXT_BYTES = 3 << 28  # of CUDA and NCCL, which the allocator does not see
@@ -65,7 +66,8 @@ def block_activations(layout: Layout, trained: frozenset[str], repeats: bool) ->
     if layout.llama.num_experts:
         # Attention and the mixture are repeated one after the other
         return Kept(_selected_with_experts(layout), kept_by_experts(layout))
-    return Kept(_selected(layout), whole)
+    selected = _selected(layout)
+    return Kept(selected, whole - selected)
 
 
 def hidden_bytes(layout: Layout) -> float:
@@ -187,8 +189,8 @@ def logits_bytes(layout: Layout) -> float:
     """Bytes of the loss at its peak: in fp32 the log-softmax, its gradient and that of the logits.
 
     With a sharded vocabulary the loss is made of single operators and has one more such tensor; a
-    compiled loss needs half. With chunks the fp32 gradients of the hidden states and of the
-    projection are added.
+    compiled loss needs half. With chunks these exist for a block of a chunk's logits, whose gradient
+    takes their place, and there are the gradients of the hidden states and of the projection (fp32).
     """
     chunks = layout.config.loss.num_chunks
     width = layout.llama.vocab_size / layout.tp
@@ -199,14 +201,16 @@ def logits_bytes(layout: Layout) -> float:
         per_logit = 6
     if layout.config.loss.z_loss:
         per_logit += 4
-    if layout.pp > 1 and chunks == 1:
-        per_logit += layout.compute_bytes  # a stage keeps its output
-    total = per_logit * layout.tokens * width / chunks
-    if chunks > 1:
-        dim = layout.llama.dim
-        total += layout.tokens * dim * layout.compute_bytes
-        if layout.config.lora.rank == 0:
-            total += (4 + layout.compute_bytes) * width * dim
+    logits = layout.tokens * width / chunks
+    if chunks == 1:
+        if layout.pp > 1:
+            per_logit += layout.compute_bytes  # a stage keeps its output
+        return per_logit * logits
+    dim = layout.llama.dim
+    total = layout.compute_bytes * (logits + layout.tokens * dim)
+    total += per_logit * min(logits, BLOCK_NUMEL)
+    if layout.config.lora.rank == 0:
+        total += 4 * width * dim
     return total
 
 
