@@ -1,5 +1,5 @@
-"""Decides in how many chunks of tokens the loss is computed if `loss.num_chunks` is 0, and how large
-the blocks of a chunk are.
+"""Decides in how many chunks of tokens the loss is computed if `loss.num_chunks` is 0, and how
+large the blocks of a chunk are.
 
 What it is: 1, doubled until the logits of a chunk take at most 1 GB in fp32, in which the loss
 computes. So smaller logits are computed at once. Imports no torch.

@@ -189,8 +189,9 @@ def logits_bytes(layout: Layout) -> float:
     """Bytes of the loss at its peak: in fp32 the log-softmax, its gradient and that of the logits.
 
     With a sharded vocabulary the loss is made of single operators and has one more such tensor; a
-    compiled loss needs half. With chunks these exist for a block of a chunk's logits, whose gradient
-    takes their place, and there are the gradients of the hidden states and of the projection (fp32).
+    compiled loss needs half. With chunks these exist for a block of a chunk's logits, whose
+    gradient takes their place, and there are the gradients of the hidden states and of the
+    projection (fp32).
     """
     chunks = layout.config.loss.num_chunks
     width = layout.llama.vocab_size / layout.tp
