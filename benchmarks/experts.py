@@ -4,10 +4,10 @@
 
 Each number is a run of train.py with its launcher. First two processes train with `dp_shard` 2
 alone and with `ep` 2 added, in the order A B B A in each round. In both a process holds half of all
-parameters; with `ep` rows of tokens are sent in place of the experts' weights. Then the preset trains to its end with the
-auxiliary loss and without it; the load of an expert is its number of tokens over the mean, and the
-figure is that of the most loaded one of each block, in the mean of the last 100 steps. A run that
-FOLDER holds to its end is not repeated.
+parameters; with `ep` rows of tokens are sent in place of the experts' weights. Then the preset
+trains to its end with the auxiliary loss and without it; the load of an expert is its number of
+tokens over the mean, and the figure is that of the most loaded one of each block, in the mean of
+the last 100 steps. A run that FOLDER holds to its end is not repeated.
 """
 
 from __future__ import annotations

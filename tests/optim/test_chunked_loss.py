@@ -27,6 +27,7 @@ def test_chunked_loss_equals_the_plain_one(num_chunks, dtype, device, monkeypatc
     """Loss and gradients; some labels are no targets, and neither the chunks nor the blocks are all
     of one size.
     """
+    monkeypatch.setattr(chunked_loss, "BLOCK_NUMEL", 5 * 53)
     monkeypatch.setattr(chunked_loss, "CPU_BLOCK_NUMEL", 5 * 53)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*shape, generator=generator) for shape in ((3, 37, 16), (53, 16)))

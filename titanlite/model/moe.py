@@ -99,7 +99,7 @@ class MixtureOfExperts(nn.Module):
         # `order` (R,): the copies of tokens, sorted by expert
         experts, order = chosen.flatten().sort(stable=True)
         counts = count(experts, self.num_experts)
-        # `index_select`, whose backward is faster than that of `[order]`
+        # `index_select`: on a CPU its backward is faster than that of `[order]`
         rows = x.flatten(0, 1).repeat_interleave(k, dim=0).index_select(0, order)  # (R, D)
         outputs = restore_order(self.experts(rows, counts), order)  # (R, D), by token
         outputs = outputs.unflatten(0, (-1, k)) * weights[..., None].type_as(x)  # (T, k, D)

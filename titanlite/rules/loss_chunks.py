@@ -15,7 +15,8 @@ from titanlite.config.schema import Config
 MOST_BYTES = 10**9  # of a chunk's logits
 # Logits of a chunk of which fp32 copy, log-softmax and gradient exist at a time (chunked_loss.py)
 BLOCK_NUMEL = 1 << 24
-CPU_BLOCK_NUMEL = 1 << 20  # these stay in its caches, which takes a quarter of the loss's time away
+# On a CPU the loss of 128,256 words took 0.73 of the time that it takes with blocks of 2^24
+CPU_BLOCK_NUMEL = 1 << 20
 
 
 def loss_chunks(config: Config, vocab_size: int, degrees: Mapping[str, int]) -> int:

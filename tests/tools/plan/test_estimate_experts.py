@@ -97,3 +97,14 @@ def test_an_ep_that_does_not_divide_is_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         config = load_config(["llama3_8b", *arguments])
         estimate(config, resolve_flavor(config.model, 128256), 8)
+
+
+def test_a_memory_budget_repeats_no_experts():
+    """The compiler has attention only. A block keeps of each of 8 rows per token at least two of
+    2048 numbers and four of 768, in bfloat16.
+    """
+    options = ("--training.global_batch_size=8", "--loss.num_chunks=8")
+    budget = ("--recompute.mode=memory_budget", "--recompute.budget=0.0")
+    kept = mixture(8, *options, *budget).memory.activations
+    assert kept > 48 * 4096 * 8 * (2 * 2048 + 4 * 768) * 2
+    assert kept < mixture(8, *options, "--recompute.mode=none").memory.activations

@@ -458,7 +458,7 @@ def _require_supported(
     }
     if family in EXPERTS:
         number = _from_mixture(family, fields)["num_experts"]
-        # Of two, transformers reads the one in a Mixtral, and the other in a Qwen3-MoE
+        # If there are both, transformers reads this one in a Mixtral, num_experts in a Qwen3-MoE
         allowed["num_local_experts"] = (fields.get("num_local_experts", number), (number,))
     if family == "qwen3_moe":
         allowed |= {

@@ -32,7 +32,7 @@ SHAPES = parameter_shapes(LlamaConfig(D, LAYERS, 4, K, 128, vocab_size=V))
 SIZES = [prod(shape) for shape in SHAPES.values()]
 N = sum(SIZES)
 NORMS = sum(prod(shape) for shape in SHAPES.values() if len(shape) == 1)
-# Of learn/steps/10_experts.py
+# The sizes in learn/steps/10_experts.py
 EXPERTS = 4
 TOP = 2
 N_EXPERTS = LAYERS * EXPERTS * 3 * 64 * D

@@ -51,6 +51,7 @@ class NoAxes:
 
     def __init__(self) -> None:
         self.degrees: dict[str, int] = {}
+        self.ep = 1
 
     def axes_of_groups(self) -> dict[str, tuple[str, int]]:
         return {}

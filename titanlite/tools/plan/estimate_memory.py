@@ -56,7 +56,10 @@ def block_activations(layout: Layout, trained: frozenset[str], repeats: bool) ->
     whole = _everything(layout, trained)
     stream = hidden_bytes(layout)
     if mode == "memory_budget":
-        kept = stream + layout.config.recompute.budget * (whole - stream)
+        never_repeated = stream
+        if layout.llama.num_experts:  # the compiler has attention only
+            never_repeated += kept_by_experts(layout)
+        kept = never_repeated + layout.config.recompute.budget * (whole - never_repeated)
         return Kept(kept, whole - kept)
     if mode == "none" or not repeats:
         return Kept(whole, 0.0)
@@ -179,7 +182,7 @@ def _selected_with_experts(layout: Layout) -> float:
     stream = hidden_bytes(layout)
     factors = 2 * 4 * layout.tokens / layout.tp  # of the norms
     total = 3 * stream + layout.tp * stream + factors
-    total += queries + keys + queries + sums
+    total += 2 * queries + keys + sums
     if layout.cp > 1 and layout.config.parallel.cp_method == "ulysses":
         total += 2 * queries + 2 * keys
     return total

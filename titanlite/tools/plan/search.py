@@ -1,11 +1,12 @@
 """Searches the best layout for a model on a number of GPUs: estimates all that are allowed.
 
 What it is: the products of degrees that are powers of two (dp_shard and dp_replicate have the
-rest), with tp and ep inside a node, pp <= 32 and cp <= 16, with and without replicas, two pipeline
-schedules, and local batches of 1 to 16 that divide the global one. A layout is refused if a rule of
-`rules/` excludes it or if it does not surely fit into the GPU's memory; of the recomputation modes
-the first that fits is taken, since each repeats more than the one before. If nothing fits, all are
-tried with the moments in CPU memory. What is left is ranked by the time of a step (`step_time.py`).
+rest), with tp inside a node, ep up to its number of GPUs, pp <= 32 and cp <= 16, with and without
+replicas, two pipeline schedules, and local batches of 1 to 16 that divide the global one. A layout
+is refused if a rule of `rules/` excludes it or if it does not surely fit into the GPU's memory; of
+the recomputation modes the first that fits is taken, since each repeats more than the one before.
+If nothing fits, all are tried with the moments in CPU memory. What is left is ranked by the time of
+a step (`step_time.py`).
 Not searched: `pp_split`, `async_tp` and numbers of `reshard_after_forward`, which are reset to
 their defaults, since most layouts exclude those of another one; other schedules, `cp_method`,
 `memory_budget`, `recompute.offload` and `cpu_offload`, dtypes and float8, which stay as they are.

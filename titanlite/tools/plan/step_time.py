@@ -334,7 +334,7 @@ def _launched_blocks(
         passes += 1 / 3 / config.recompute.every
     elif config.recompute.mode == "memory_budget":
         passes += (1 - config.recompute.budget) / 3
-    if llama.num_experts:  # of which only attention is compiled
+    if llama.num_experts:  # only attention is compiled
         compiled = False
     return blocks * passes * (COMPILED_HOST if compiled else 1.0)
 

@@ -2,9 +2,8 @@
 
 What it is: each layout of the ladder runs on a pool of workers and is compared with a reference,
 which is computed once for each model shape. A table shows the differences and whether they are
-within the tolerance of the dtype: in fp32 a layout may differ by the order of additions. The number
-of router decisions is that of a mixture of experts: each token of each step and block has one, and
-all must be equal.
+within the tolerance of the dtype: in fp32 a layout may differ by the order of additions. With
+experts, the router's decision for each token of each step and block must be that of one process.
 Why it is here: layouts compute in fp32, also on GPUs, unless their name has another dtype. The
 rounding of bf16 would hide small mistakes.
 What it costs: minutes on a laptop for the default config, and the gradients and parameters of the

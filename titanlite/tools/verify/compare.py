@@ -202,8 +202,8 @@ class Differences:
     grad_norm: list[float] = field(default_factory=list)
     gradient: float = 0.0  # of the first step, the largest of all tensors
     parameters: float = 0.0  # after the last step, the same
-    # Of a mixture of experts in fp32: the share of tokens and blocks whose experts are others, of
-    # each step
+    # The share of routers' decisions that are others, of each step; empty without experts and in
+    # other dtypes than fp32
     choices: list[float] = field(default_factory=list)
     decisions: int = 0  # how many were compared, over all ranks and steps
     example: str = ""  # a choice of this rank that is another one

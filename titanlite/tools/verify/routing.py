@@ -76,7 +76,7 @@ class Routing:
 class Decisions:
     """Records the experts that each token of a part of a model chooses, in the forwards of a step.
 
-    Nothing if it has no experts.
+    It records nothing of a part without experts.
     """
 
     def __init__(self, part: Llama) -> None:
