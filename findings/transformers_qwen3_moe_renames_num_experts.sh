@@ -10,7 +10,7 @@
 # Seen with transformers 5.23.0 and 4.57.3, Python 3.11:
 #   saved by 5: {'num_local_experts': 4}
 #   read by 4: 128 experts
-# The script fails if that is no longer so.
+# The script fails if that changes.
 set -euo pipefail
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT

@@ -255,7 +255,9 @@ def test_other_mixtures_are_refused_with_the_reason(tmp_path, family):
         reasons.append("a shared expert")
     if re.search(r"(router|routing)\w* = .*sigmoid|router_logits\.sigmoid", source):
         reasons.append("a sigmoid router")
-    with refused(f"model_type = {family!r}, which has {' and '.join(reasons)}, and", "allowed: "):
+    with refused(
+        f"model_type = {family!r}, which has {' and '.join(reasons)}, unlike", "allowed: "
+    ):
         from_config(tmp_path, {"model_type": family})
 
 

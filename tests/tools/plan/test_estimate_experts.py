@@ -20,7 +20,7 @@ def model(*arguments: str) -> tuple[Config, LlamaConfig]:
 
 
 def mixture(world_size: int, *arguments: str) -> RankCounts:
-    """Of qwen3_30b_a3b: 48 blocks, D 2048, 128 experts of width 768, of which a token uses 8."""
+    """Counts qwen3_30b_a3b: 48 blocks, D 2048, 128 experts of width 768, 8 of them for a token."""
     config, llama = model("--training.seq_len=4096", *arguments)
     return estimate(config, llama, world_size).ranks[0]
 

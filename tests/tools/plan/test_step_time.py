@@ -105,7 +105,7 @@ def test_a_message_between_nodes_goes_through_one_port():
 
 
 def test_an_all_to_all_over_nodes_goes_through_the_port_of_each_gpu():
-    """Of 16 parts of 1 GB, a rank keeps one, and sends 7 inside its node and 8 to the other."""
+    """A rank keeps one of 16 parts of 1 GB, and sends 7 inside its node and 8 to the other."""
     call = Collective("ep", "all_to_all", 16, 1, 16 * 10**9)
     degrees = DEGREES | {"dp_shard": 16}
     seconds = collective_seconds(call, degrees, H100, FULL_SPEED)

@@ -199,7 +199,7 @@ def compare(pretended: Numbers, real: Numbers) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [[], ["dp_shard=2", "ep=2"]], ids=str)
 def test_a_mixture_keeps_what_is_estimated(pool, layout):
-    """Of its rows, products and router, beside a feed-forward: the rest of a block is the same."""
+    """Its rows, products and router, beside a feed-forward: the rest of a block is the same."""
     sizes = ["model.dim=128", "model.ffn_dim=256", "model.vocab_size=192", "training.seq_len=512"]
     experts = ["model.num_experts=16", "model.experts_per_token=4", "model.expert_ffn_dim=80"]
     dtype = "training.compute_dtype=bfloat16"

@@ -5,7 +5,7 @@ What it is: the output is opened again. Equal bits are not enough: a reader and 
 a mistake, such as a wrong order of rows, agree with each other. So the second Llama of
 `second_llama.py` must compute from the output the logits that titanlite's model computes from the
 source. It reads files in Hugging Face's order of rows as they are, and a Hugging Face folder's
-config.json and names, of the source or of the output, by readers of its own (`second_config.py`,
+config.json and names, of the source or of the output, by separate readers (`second_config.py`,
 `second_names.py`).
 What it costs: reading both twice, and a folder of Hugging Face, as the source of another format, a
 third time; memory for one layer, in fp64.

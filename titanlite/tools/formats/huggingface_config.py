@@ -323,7 +323,7 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
     if family not in tuple(CLASSES):  # it may be of any type, also one without a hash
         others = {"a shared expert": SHARED_EXPERT, "a sigmoid router": SIGMOID_ROUTER}
         has = " and ".join(part for part, families in others.items() if family in families)
-        reason = f", which has {has}, and titanlite's mixtures have neither" if has else ""
+        reason = f", which has {has}, unlike titanlite's mixtures" if has else ""
         allowed = ", ".join(map(repr, CLASSES))
         raise ConfigError(f"{path}: model_type = {family!r:.99}{reason}; allowed: {allowed}")
     if family in EXPERTS:

@@ -144,8 +144,8 @@ def _evaluations(run: Run) -> list[tuple[str, str]]:
 
 
 def _expert_load(run: Run) -> list[tuple[str, str]]:
-    """The load of a mixture's experts in the last row: the most chosen one's tokens over the mean,
-    the highest of all blocks and each block's.
+    """The last load of the experts of each block: the most chosen one's tokens over the mean; first
+    the highest of all blocks, then each block's.
     """
     prefix = "expert_load/layers."
     blocks = sorted(
