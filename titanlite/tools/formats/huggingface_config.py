@@ -12,7 +12,7 @@ Reference: transformers 5, `LlamaConfig`, `MistralConfig`, `Qwen2Config`, `Qwen3
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypedDict
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypedDict
 
 from titanlite.model.flavors import (
     SCALINGS,
@@ -343,6 +343,7 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
     if family == "qwen3" and not head_dim:
         head_dim = 128  # the default of Qwen3Config
     heads = fields["num_attention_heads"]
+    experts = _experts(family, fields)
     config = LlamaConfig(
         dim=fields["hidden_size"],
         num_layers=fields["num_hidden_layers"],
@@ -359,24 +360,34 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
         qk_norm=family in ("qwen3", "qwen3_moe"),
         sliding_window=0 if window is None else window,
         window_layers=_window_layers(family, fields),
-        **_from_mixture(family, fields),
+        num_experts=experts.number,
+        experts_per_token=experts.per_token,
+        expert_ffn_dim=experts.width,
     )
     return checked(config)
 
 
-def _from_mixture(family: str, fields: dict[str, Any]) -> dict[str, int]:
-    """The fields of a `LlamaConfig` that give the experts; none for a dense model."""
+class _Experts(NamedTuple):
+    """Of each block: `per_token` of `number` experts compute a token, each `width` wide inside."""
+
+    number: int
+    per_token: int
+    width: int
+
+
+def _experts(family: str, fields: dict[str, Any]) -> _Experts:
+    """The experts of this config.json; all zeros for a dense model."""
     if family not in EXPERTS:
-        return {}
+        return _Experts(0, 0, 0)
     number, per_token = EXPERTS[family]
     width = fields["intermediate_size"]
     if family == "qwen3_moe":
         width = fields.get("moe_intermediate_size", EXPERT_WIDTH)
-    return {
-        "num_experts": fields.get("num_experts", fields.get("num_local_experts", number)),
-        "experts_per_token": fields.get("num_experts_per_tok", per_token),
-        "expert_ffn_dim": width,
-    }
+    return _Experts(
+        fields.get("num_experts", fields.get("num_local_experts", number)),
+        fields.get("num_experts_per_tok", per_token),
+        width,
+    )
 
 
 def _rope(path: Path, fields: dict[str, Any], length: int) -> dict[str, Any]:
@@ -457,7 +468,7 @@ def _require_supported(
         ),
     }
     if family in EXPERTS:
-        number = _from_mixture(family, fields)["num_experts"]
+        number = _experts(family, fields).number
         # If there are both, transformers reads this one in a Mixtral, num_experts in a Qwen3-MoE
         allowed["num_local_experts"] = (fields.get("num_local_experts", number), (number,))
     if family == "qwen3_moe":
