@@ -7,6 +7,7 @@ import io
 import pickle
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -195,5 +196,5 @@ def test_the_command_for_a_pickled_file_works(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_full_state(folder / "model.pth")
     (command,) = re.findall("python -c .*", str(caught.value))
-    subprocess.run(command, shell=True, check=True)
+    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True)
     assert_equal_bits(load_full_state(tmp_path / "a.pt"), load_full_state(folder))
