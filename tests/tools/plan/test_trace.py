@@ -191,6 +191,9 @@ def compare(pretended: Numbers, real: Numbers) -> None:
             on_their_way += 8 * message
         if key[1:3] == ("tp", "all_reduce"):  # the last sum of the loss, one number per token
             on_their_way += message
+        # Rows of one exchange, sent and received; the messages of sizes make the average smaller
+        if key[1:3] == ("ep", "all_to_all"):
+            on_their_way += 3 * message
     activations = real["kept", "activations"]
     difference = activations - pretended["kept", "activations"]
     assert abs(difference) <= 0.002 * activations + on_their_way
