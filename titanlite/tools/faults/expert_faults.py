@@ -35,8 +35,9 @@ def balance_per_rank() -> AbstractContextManager[None]:
 
 def expert_gradients_averaged() -> AbstractContextManager[None]:
     def averaged(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        part = weight / dist.get_world_size()  # the gradient passes through this part only
-        return multiply(rows, part + (weight - part).detach(), ends)
+        if weight.requires_grad:
+            weight.register_hook(lambda gradient: gradient / dist.get_world_size())
+        return multiply(rows, weight, ends)
 
     return replaced(expert_parallel, "multiply", averaged)
 
