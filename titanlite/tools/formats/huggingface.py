@@ -162,27 +162,34 @@ def _take_fused(stored: dict[str, FullTensor], config: LlamaConfig) -> dict[str,
     """Removes mixtures as transformers 5 has them in memory, with all experts in one tensor, from
     those that are stored, and returns them under our names.
     """
-    num = config.num_experts
-    dim = config.dim
-    hidden = config.expert_ffn_dim
     taken: dict[str, FullTensor] = {}
-    for i in range(config.num_layers if num else 0):
+    if not config.num_experts:
+        return taken
+    fitting = (config.num_experts, 2 * config.expert_ffn_dim, config.dim)
+    same = {"gate.weight": "router.weight", "experts.down_proj": "experts.w2.weight"}
+    for i in range(config.num_layers):
         theirs = f"model.layers.{i}.mlp."
         ours = f"layers.{i}.feed_forward."
-        both = stored.get(f"{theirs}experts.gate_up_proj")
-        if both and both.shape == (num, 2 * hidden, dim) and len(both.parts) == 1:
+        for hf_name, name in same.items():
+            if theirs + hf_name in stored:
+                taken[ours + name] = stored.pop(theirs + hf_name)
+        w1_and_w3 = stored.get(f"{theirs}experts.gate_up_proj")
+        if w1_and_w3 and w1_and_w3.shape == fitting and len(w1_and_w3.parts) == 1:
             del stored[f"{theirs}experts.gate_up_proj"]
-            for number, name in enumerate(("w1", "w3")):
-                half = dataclasses.replace(
-                    both.parts[0],
-                    begin=both.parts[0].begin + number * hidden * dim * both.dtype.itemsize,
-                    sizes=(num, hidden, dim),
-                    strides=(2 * hidden * dim, dim, 1),
-                )
-                shape = (num, hidden, dim)
-                taken[f"{ours}experts.{name}.weight"] = FullTensor(both.dtype, shape, (half,))
-        others = {"experts.down_proj": "experts.w2.weight", "gate.weight": "router.weight"}
-        for there, name in others.items():
-            if f"{theirs}{there}" in stored:
-                taken[f"{ours}{name}"] = stored.pop(f"{theirs}{there}")
+            taken[f"{ours}experts.w1.weight"] = _half_of_rows(w1_and_w3, 0)
+            taken[f"{ours}experts.w3.weight"] = _half_of_rows(w1_and_w3, 1)
     return taken
+
+
+def _half_of_rows(both: FullTensor, half: int) -> FullTensor:
+    """The first (0) or second (1) half of the rows of each matrix: (E, rows, in) -> half of it."""
+    num, rows, columns = both.shape
+    shape = (num, rows // 2, columns)
+    (whole,) = both.parts
+    part = dataclasses.replace(
+        whole,
+        begin=whole.begin + half * (rows // 2) * columns * both.dtype.itemsize,
+        sizes=shape,
+        strides=(rows * columns, columns, 1),
+    )
+    return FullTensor(both.dtype, shape, (part,))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 FLOAT8 = ("float8", "float8, scale per row")
 # How many times (n - 1) / n of the whole tensor a rank sends in an ideal ring of n ranks
@@ -60,6 +61,10 @@ class Product:
     @property
     def flops(self) -> int:
         return 2 * self.rows * self.inner * self.columns * self.count
+
+
+# (rows, inner, columns, dtype) of a product, and how often it is computed
+Counted: TypeAlias = tuple[tuple[int, int, int, str], float]
 
 
 def equal_parts(total: int, parts: int) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titanlite.model.flops import is_trained
-from titanlite.tools.plan.counts import FLOAT8, Product
+from titanlite.tools.plan.counts import FLOAT8, Counted, Product
 from titanlite.tools.plan.estimate_experts import (
     expert_bytes,
     expert_products,
@@ -38,7 +38,7 @@ def products(layout: Layout, stages: list[Stage]) -> tuple[Product, ...]:
     counts: dict[tuple[int, int, int, str], float] = {}
     forwards = layout.local_batches * layout.microbatches
     for stage in stages:
-        for (rows, inner, columns, dtype), count in _of_forward(layout, stage):
+        for (rows, inner, columns, dtype), count in _of_stage(layout, stage):
             key = (rows, inner, columns, dtype)
             counts[key] = counts.get(key, 0) + count * forwards
     return tuple(Product(*key, round(count)) for key, count in counts.items() if count)
@@ -52,48 +52,56 @@ def _repeated(layout: Layout, number: int) -> float:
     return float(recompute.mode in REPEATED and number % recompute.every == 0)
 
 
-def _of_forward(layout: Layout, stage: Stage) -> Iterator[tuple[tuple[int, int, int, str], float]]:
-    """Yields (rows, inner, columns, dtype) and the count of the products of one forward."""
-    tokens = layout.tokens
-    layers = REPEATED.get(layout.config.recompute.mode, ())
-    is_selective = layout.config.recompute.mode == "selective"
-    gradients = layout.with_gradients
+def _of_stage(layout: Layout, stage: Stage) -> Iterator[Counted]:
+    """Yields the shapes and counts of the products of one forward and its backward."""
     for number in stage.blocks:
-        again = _repeated(layout, number)
         for parameter in stage.parameters_of(number):
             if parameter.is_expert:
                 yield from expert_products(layout, parameter, repeats_experts(layout, number))
-                continue
-            if len(parameter.shape) != 2:
-                continue
-            layer = parameter.name.split(".")[3]
-            repeats = again if layer in layers else 0.0
-            if layer == "wo" and layout.llama.num_experts and is_selective:
-                repeats = 0.0
-            rows = tokens
-            if layer == "router":
-                repeats = float(repeats_experts(layout, number))
-                rows = routed_tokens(layout)
-            dtype = _dtype(layout, parameter)
-            columns, inner = parameter.shape
-            yield (rows, inner, columns, dtype), 1 + repeats
-            # The first matrix of an adapter has the input of its layer
-            name = parameter.name.replace(".lora_a.", ".")
-            if name in gradients or ".lora_b." in name:
-                yield (rows, columns, inner, dtype), 1
-            if parameter.trained:
-                yield (columns, rows, inner, dtype), 1
+            elif len(parameter.shape) == 2:
+                yield from _of_layer(layout, parameter, number)
     if stage.has_output:
-        chunks = layout.config.loss.num_chunks
-        rows = -(-tokens // chunks)
-        width = layout.llama.vocab_size // layout.tp
-        dim = layout.llama.dim
-        dtype = layout.compute_dtype
-        yield (rows, dim, width, dtype), chunks
-        if "output.weight" in gradients:
-            yield (rows, width, dim, dtype), chunks
-        if is_trained("output.weight", layout.llama, layout.config.lora, layout.frozen):
-            yield (width, rows, dim, dtype), chunks
+        yield from _of_output(layout)
+
+
+def _of_layer(layout: Layout, parameter: Parameter, number: int) -> Iterator[Counted]:
+    """Yields the products of one linear layer of block `number`."""
+    layer = parameter.name.split(".")[3]
+    rows = routed_tokens(layout) if layer == "router" else layout.tokens
+    columns, inner = parameter.shape
+    dtype = _dtype(layout, parameter)
+    yield (rows, inner, columns, dtype), 1 + _repeated_layer(layout, layer, number)
+    # The first matrix of an adapter has the input of its layer
+    name = parameter.name.replace(".lora_a.", ".")
+    if name in layout.with_gradients or ".lora_b." in name:
+        yield (rows, columns, inner, dtype), 1
+    if parameter.trained:
+        yield (columns, rows, inner, dtype), 1
+
+
+def _repeated_layer(layout: Layout, layer: str, number: int) -> float:
+    """How often recomputation repeats a linear layer of block `number`."""
+    mode = layout.config.recompute.mode
+    if layer == "router":
+        return float(repeats_experts(layout, number))
+    # What `selective` repeats before a mixture ends in attention
+    if layer == "wo" and mode == "selective" and layout.llama.num_experts:
+        return 0.0
+    return _repeated(layout, number) if layer in REPEATED.get(mode, ()) else 0.0
+
+
+def _of_output(layout: Layout) -> Iterator[Counted]:
+    """Yields the products of the output layer, in the chunks of the loss."""
+    chunks = layout.config.loss.num_chunks
+    rows = -(-layout.tokens // chunks)
+    width = layout.llama.vocab_size // layout.tp
+    dim = layout.llama.dim
+    dtype = layout.compute_dtype
+    yield (rows, dim, width, dtype), chunks
+    if "output.weight" in layout.with_gradients:
+        yield (rows, width, dim, dtype), chunks
+    if is_trained("output.weight", layout.llama, layout.config.lora, layout.frozen):
+        yield (width, rows, dim, dtype), chunks
 
 
 def _dtype(layout: Layout, parameter: Parameter) -> str:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from titanlite.tools.plan.counts import Calls, equal_parts
+from titanlite.tools.plan.counts import Calls, Counted, equal_parts
 from titanlite.tools.plan.layout import Layout, Parameter, Stage
 
 COUNT_BYTES = 8  # of a number of rows
@@ -44,11 +44,9 @@ def repeats_experts(layout: Layout, number: int) -> bool:
     return recompute.mode in ("full", "selective") and number % recompute.every == 0
 
 
-def expert_products(
-    layout: Layout, parameter: Parameter, again: bool
-) -> Iterator[tuple[tuple[int, int, int, str], float]]:
-    """Yields (rows, inner, columns, dtype) and the count of the products of one matrix of all
-    experts of this rank, in one forward and its backward.
+def expert_products(layout: Layout, parameter: Parameter, again: bool) -> Iterator[Counted]:
+    """Yields the products of one matrix of all experts of this rank, in one forward and its
+    backward.
     """
     experts, columns, inner = parameter.shape
     dtype = layout.compute_dtype
