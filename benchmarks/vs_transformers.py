@@ -168,6 +168,8 @@ def main() -> None:
             f"--sizes {unknown[0]!r}: expected some of "
             f"{', '.join(SIZES)}{suggestion(unknown[0], list(SIZES))}"
         )
+    if options.cpu_time and torch.cuda.is_available():
+        parser.error("--cpu-time: does not contain what a GPU computes; expected a machine without")
     import transformers
 
     measured = "processor time of one thread" if options.cpu_time else threads()
