@@ -7,6 +7,14 @@ from typing import Any
 import torch
 
 TOKENS = torch.randint(131, (2, 100), generator=torch.Generator().manual_seed(1))
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+}
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4}
 
 
 def make(fields: dict[str, Any]) -> Any:

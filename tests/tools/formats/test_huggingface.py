@@ -10,7 +10,7 @@ import pytest
 import torch
 from messages import refused
 from safetensors.torch import load_file, save_file
-from transformers_models import TOKENS, make
+from transformers_models import MIXTRAL, QWEN3_MOE, TOKENS, make
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.tools.formats.convert import Options, convert
@@ -18,14 +18,6 @@ from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.full_state import Part
 
 transformers = pytest.importorskip("transformers")
-QWEN = {
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 20,
-    "norm_topk_prob": True,
-}
-MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4}
 GATE = "model.layers.1.mlp.experts.{}.gate_proj.weight"
 
 
@@ -33,14 +25,14 @@ def quiet(text: str) -> None:
     pass
 
 
-def saved(folder: Path, fields: dict[str, Any] = QWEN, **options: Any) -> Any:
+def saved(folder: Path, fields: dict[str, Any] = QWEN3_MOE, **options: Any) -> Any:
     """A model of transformers, which it has saved."""
     theirs = make(fields)
     theirs.save_pretrained(folder, **options)
     return theirs
 
 
-@pytest.mark.parametrize("fields", [QWEN, MIXTRAL], ids=["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("fields", [QWEN3_MOE, MIXTRAL], ids=["qwen3_moe", "mixtral"])
 def test_experts_in_one_tensor_are_those_in_many(tmp_path, fields):
     """As transformers 5 has them in memory, and saves them with save_original_format=False."""
     theirs = saved(tmp_path / "many", fields)
@@ -55,7 +47,7 @@ def test_experts_in_one_tensor_are_those_in_many(tmp_path, fields):
         assert torch.equal(one[name], many[name]), name
 
 
-@pytest.mark.parametrize("fields", [QWEN, MIXTRAL], ids=["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("fields", [QWEN3_MOE, MIXTRAL], ids=["qwen3_moe", "mixtral"])
 def test_what_is_written_is_what_transformers_writes(tmp_path, fields):
     """The same names, shapes and numbers, of which no reader of a folder can be surprised."""
     saved(tmp_path / "theirs", fields)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from messages import refused
-from transformers_models import make
+from transformers_models import MIXTRAL, QWEN3_MOE, make
 
 from titanlite.model.flavors import LlamaConfig
 from titanlite.tools.formats import huggingface
@@ -18,19 +18,12 @@ from titanlite.tools.formats.huggingface import names
 from titanlite.tools.formats.second_names import FolderWeights
 
 pytest.importorskip("transformers")
-QWEN = {
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 20,
-    "norm_topk_prob": True,
-}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3"},
-    "qwen3_moe": QWEN,
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "qwen3_moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
 }
 
 
