@@ -66,7 +66,11 @@ MODELS = {
     ),
     "Qwen2": dataclasses.replace(PADDED, qkv_bias=True),
     "Qwen3": dataclasses.replace(PADDED, qk_norm=True, explicit_head_dim=32),
+    "Qwen3-MoE": dataclasses.replace(
+        PADDED, qk_norm=True, num_experts=8, experts_per_token=2, expert_ffn_dim=48
+    ),
 }
+DENSE = tuple(name for name, config in MODELS.items() if not config.num_experts)
 LLAMAS = ("Llama, tied", "Llama 3.1 scaling")
 PROGRAMS = {
     "transformers": Program("hf", ("transformers==5.24.0",), tuple(MODELS)),
@@ -86,9 +90,9 @@ PROGRAMS = {
         LLAMAS,
     ),
     "torchtitan": Program("dcp", ("torchtitan==0.3.0", "spmd_types==0.2.3"), (*LLAMAS, "Qwen3")),
-    "ctranslate2": Program("hf", ("ctranslate2==4.8.5", "transformers==5.24.0"), tuple(MODELS)),
-    "gguf": Program("gguf", ("gguf==0.19.0", "transformers==5.24.0"), tuple(MODELS)),
-    "llama.cpp": Program("gguf", (), tuple(MODELS)),
+    "ctranslate2": Program("hf", ("ctranslate2==4.8.5", "transformers==5.24.0"), DENSE),
+    "gguf": Program("gguf", ("gguf==0.19.0", "transformers==5.24.0"), DENSE),
+    "llama.cpp": Program("gguf", (), DENSE),
     "mlx_lm": Program(
         "hf",
         ("mlx-lm==0.32.2", "mlx==0.32.4", "mlx-cpu==0.32.4", "transformers==5.24.0"),
@@ -134,7 +138,8 @@ def export(folder: Path, config: LlamaConfig) -> None:
     folder.mkdir(parents=True)
     model = Llama(config, 512)
     model.init_weights(0)
-    # As drawn, attention is nearly uniform, and any order of rows would do; norms of 1 would too
+    # As drawn, attention and routers are nearly uniform, and any order of rows would do; norms of 1
+    # would too
     generator = torch.Generator().manual_seed(1)
     weights = dict(model.state_dict())
     for name, weight in weights.items():
@@ -142,13 +147,16 @@ def export(folder: Path, config: LlamaConfig) -> None:
             weights[name] = 1 + 0.3 * torch.randn(weight.shape, generator=generator)
         elif name.endswith(".bias"):
             weights[name] = 0.3 * torch.randn(weight.shape, generator=generator)
-        elif "attention.w" in name:
+        elif "attention.w" in name or "router" in name:
             weights[name] = 4 * weight
     ranks = torch.frombuffer(bytearray(BUNDLED.read_bytes()), dtype=torch.uint8)
     tree = {"model": weights, "model_config": dataclasses.asdict(config), "tokenizer": ranks}
     torch.save({**tree, "seq_len": 512}, folder / "model.pt")
     (folder / "model.json").write_text(config.to_json())
-    for to, target in {"hf": "hf", "dcp": "dcp", "gguf": "model.gguf"}.items():
+    targets = {"hf": "hf", "dcp": "dcp", "gguf": "model.gguf"}
+    if config.num_experts:
+        del targets["gguf"]  # refused
+    for to, target in targets.items():
         convert(folder / "model.pt", folder / target, Options(to), log=quiet)
     tokens = torch.arange(TOKENS) * 7919 % config.vocab_size
     torch.save(tokens, folder / "tokens.pt")
@@ -266,6 +274,7 @@ def read_back(name: str, folder: Path) -> str:
             open_full_state(back / "model.pth")
         except ConfigError as error:  # which names the command that writes safetensors
             (command,) = re.findall("python -c .*", str(error))
+            command = command.replace("python", sys.executable, 1)
             subprocess.run(command, shell=True, check=True, capture_output=True)
     expected = open_full_state(folder / "model.pt")
     model = str(folder / "model.json") if name == "torchtitan" else ""

@@ -120,7 +120,9 @@ def peft(folder: Path) -> None:
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    if model.config.model_type != "qwen3_moe":
+        targets.append("down_proj")
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
     adapted = get_peft_model(model, config)
     _save_logits(folder, adapted)
