@@ -37,10 +37,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.moe import (
@@ -67,35 +74,45 @@ def apply_ep(model: Llama, mesh: Mesh) -> None:
     for block in model.layers.values():
         moe = block.feed_forward
         assert isinstance(moe, MixtureOfExperts)
+        experts: nn.Module = moe.experts
+        products = (moe.experts.w1, moe.experts.w2, moe.experts.w3)
         if mesh["tp"].size() > 1:
-            # The router's input (B, S/tp, D) and output (B, S/tp, E) are plain tensors
-            style = SequenceParallel(use_local_output=True)
-            parallelize_module(moe.router, mesh["tp"], style)
+            _place(moe.router, mesh["tp"], [Replicate()], route_local)
         if mesh.ep > 1:
-            _place(moe.experts, mesh["ep", "tp"], [Shard(0), Replicate()])
-            experts: nn.Module = moe.experts
+            for linear in products:
+                _place(linear, mesh["ep", "tp"], [Shard(0), Replicate()], multiply_local)
             experts.forward = functools.partial(compute_elsewhere, moe.experts, mesh["ep"])
         elif mesh["tp"].size() > 1:
-            _place(moe.experts, mesh["tp"], [Replicate()])
+            for linear in products:
+                _place(linear, mesh["tp"], [Replicate()], multiply_local)
 
 
-def _place(experts: Experts, mesh: DeviceMesh, placements: list[Any]) -> None:
-    """Makes the experts' weights DTensors, and their products those of the local parts."""
-    for linear in (experts.w1, experts.w2, experts.w3):
-        weight = distribute_tensor(linear.weight, mesh, placements, src_data_rank=None)
-        linear.weight = nn.Parameter(weight)
-        module: nn.Module = linear
-        module.forward = functools.partial(multiply_local, linear)
+def _place(
+    layer: nn.Module, mesh: DeviceMesh, placements: list[Placement], forward: Callable[..., Tensor]
+) -> None:
+    """Makes a layer's weight a DTensor, and `forward` compute with the local part of it."""
+    weight = layer.get_parameter("weight")
+    layer.weight = nn.Parameter(distribute_tensor(weight, mesh, placements, src_data_rank=None))
+    layer.forward = functools.partial(forward, layer)
+
+
+def local_weight(layer: nn.Module) -> Tensor:
+    """This rank's part of a weight, in the dtype in which it computes."""
+    weight = layer.weight
+    assert isinstance(weight, DTensor)
+    # Ranks along tp compute different tokens with the same weight: a gradient is a term of a sum
+    gradient = [Partial() if p == Replicate() else p for p in weight.placements]
+    return weight.to_local(grad_placements=gradient)
+
+
+def route_local(router: nn.Linear, x: Tensor) -> Tensor:
+    """Computes the logits (B, S/tp, E) of this rank's tokens (B, S/tp, D), both plain tensors."""
+    return F.linear(x, local_weight(router))
 
 
 def multiply_local(linear: ExpertLinear, rows: Tensor, ends: Tensor) -> Tensor:
     """Multiplies rows (R, in) with this rank's experts; ends (E/ep,)."""
-    weight = linear.weight
-    assert isinstance(weight, DTensor)
-    # Ranks along tp compute different tokens with the same weight: a gradient is a term of a sum
-    gradient = [Partial() if p == Replicate() else p for p in weight.placements]
-    local = weight.to_local(grad_placements=gradient)
-    return multiply(rows, local, ends)
+    return multiply(rows, local_weight(linear), ends)
 
 
 def read_sizes(sizes: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
