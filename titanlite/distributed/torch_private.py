@@ -424,18 +424,21 @@ def join_pretended_group(rank: int, world_size: int) -> None:
     """Makes this process one rank of a group whose other ranks do not exist.
 
     Collectives return at once and leave their results as they are. The backend is for torch's own
-    tests. Checked: 2.13.
+    tests. Checked: 2.11, 2.13.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group(
         "fake", rank=rank, world_size=world_size, store=FakeStore()
     )
-    # Skip the vote of the stages, whose outcome `pipeline_stage_class` ignores: here no message
-    # arrives that could carry it (2.13)
-    from torch.distributed.pipelining import schedules
+    # Skip what stages send each other before their first step: in 2.13 a vote, whose outcome
+    # `pipeline_stage_class` ignores, and which no message could carry here; in 2.11 empty greetings
+    from torch.distributed.pipelining import schedules, stage
 
     schedules._PipelineSchedule._warmup_p2p = lambda *arguments: None  # type: ignore[method-assign]
+    stage._PipelineStageBase._get_init_p2p_neighbors_ops = (  # type: ignore[method-assign]
+        lambda *arguments: []
+    )
 
 
 @contextlib.contextmanager

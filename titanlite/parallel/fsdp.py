@@ -100,21 +100,21 @@ def apply_fsdp(
     at_the_end = _reshard(config, mesh, last=True)
     if isinstance(model.output, DeferredOutput):
         at_the_end = False
-    experts: list[nn.Module] = []
+    mixtures: list[nn.Module] = []
     of_experts = options
     if mesh.ep > 1:  # experts are divided over other ranks than the rest of the block
         axes = ("dp_replicate", "expert_shard") if replicated else "expert_shard"
         of_experts = options | {"mesh": mesh[axes]}
-        experts = [block.get_submodule("feed_forward.experts") for block in model.layers.values()]
-    for module in experts:
+        mixtures = [block.get_submodule("feed_forward.experts") for block in model.layers.values()]
+    for experts in mixtures:
         reshard = _reshard(config, mesh, last=False)
-        fully_shard(module, reshard_after_forward=reshard, **of_experts)
+        fully_shard(experts, reshard_after_forward=reshard, **of_experts)
     for unit in units:
         reshard = at_the_end if unit is units[-1] else _reshard(config, mesh, last=False)
         fully_shard(unit, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=at_the_end, **options)
     for module in model.modules():
-        ranks = (of_experts if module in experts else options)["mesh"].size()
+        ranks = (of_experts if module in mixtures else options)["mesh"].size()
         # On a single rank a divisor of 1 would cost a pass over all gradients
         if isinstance(module, FSDPModule) and ranks > 1:
             # With only a divisor of 1, FSDP2 uses PREMUL_SUM, which gloo does not have: request a
