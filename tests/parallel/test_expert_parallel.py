@@ -87,6 +87,8 @@ def test_sizes_of_experts_are_checked():
     for option, found in (
         ("experts_per_token=9", "model.experts_per_token = 9"),
         ("experts_per_token=1", "the router gets no gradient"),
+        ("expert_ffn_dim=12", "expected a multiple of 8 .*; nearest: 8 or 16"),
+        ("dim=132", r"model\.dim = 132 with model\.num_experts = 8: .* nearest: 128 or 136"),
     ):
         config = load_config(["debug_moe", f"--model.{option}"])
         with pytest.raises(ConfigError, match=found):

@@ -11,7 +11,7 @@ QWEN3_MOE = {
     "model_type": "qwen3_moe",
     "num_experts": 4,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 20,
+    "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4}

@@ -384,6 +384,16 @@ def expert_problems(config: LlamaConfig) -> list[str]:
         )
     if not config.expert_ffn_dim:
         problems.append("model.expert_ffn_dim is missing: expected the hidden width of an expert")
+    for name in ("dim", "expert_ffn_dim"):
+        width = getattr(config, name)
+        if width % 8:
+            below = width - width % 8
+            nearest = f"{below} or {below + 8}" if below else "8"
+            problems.append(
+                f"model.{name} = {width} with model.num_experts = {num}: expected a multiple of 8 "
+                "(torch's product of experts takes rows of whole 16 bytes, 8 numbers in bfloat16); "
+                f"nearest: {nearest}"
+            )
     return problems
 
 

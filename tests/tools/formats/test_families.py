@@ -86,7 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "num_experts": 5,
         "num_experts_per_tok": 3,
-        "moe_intermediate_size": 28,
+        "moe_intermediate_size": 24,
         "norm_topk_prob": True,
     },
     "qwen3_moe, tied, yarn, window": {
