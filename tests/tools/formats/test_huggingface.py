@@ -100,6 +100,8 @@ def change(folder: Path, edit: str) -> None:
         tensors[GATE.format(3)] = tensors[GATE.format(3)].bfloat16()
     if edit == "shared expert":
         tensors["model.layers.1.mlp.shared_expert.up_proj.weight"] = torch.zeros(24, 48)
+    if edit == "twice":
+        tensors["model.layers.1.mlp.experts.down_proj"] = torch.zeros(4, 48, 24)
     save_file(tensors, path)
 
 
@@ -109,6 +111,7 @@ DAMAGED = {
     "other shape": (GATE.format(3), "(23, 48)", "(24, 48)", "expected the same"),
     "other dtype": (GATE.format(3), "torch.bfloat16", "expected the same"),
     "shared expert": ("mlp.shared_expert.up_proj.weight", "which has no shared expert"),
+    "twice": ("'layers.1.feed_forward.experts.w2.weight' twice", "expected one of them"),
 }
 
 

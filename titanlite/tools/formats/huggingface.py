@@ -114,6 +114,11 @@ def open_folder(folder: Path) -> FullState:
     tensors = _take_fused(stored, config)
     for name, hf_names in names(config).items():
         found = [stored.pop(hf_name) for hf_name in hf_names if hf_name in stored]
+        if found and name in tensors:
+            raise CorruptCheckpoint(
+                f"{folder}: has {name!r} twice, with all experts in one tensor and as "
+                f"{hf_names[0]!r}; expected one of them"
+            )
         if len(found) == len(hf_names) == 1:
             width = config.head_dim if is_permuted(name) else 0
             tensors[name] = dataclasses.replace(found[0], half_split=width)
