@@ -12,10 +12,12 @@ from model_builder import EVEN, full, gradients, small_model
 from titanlite.config.load import load_config
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import FLAVORS, resolve_flavor
+from titanlite.model.shape_file import from_json
 from titanlite.parallel.expert_parallel import apply_ep
 from titanlite.parallel.parallelize import assign_shard
 from titanlite.rules.check import check_layout
 from titanlite.rules.degrees import AXES
+from titanlite.rules.unused import unused_settings
 from titanlite.runtime.errors import ConfigError
 
 EXPERTS = dataclasses.replace(EVEN, num_experts=4, experts_per_token=2, expert_ffn_dim=24)
@@ -97,6 +99,17 @@ def test_sizes_of_experts_are_checked():
     with pytest.raises(ConfigError, match=r"model\.expert_ffn_dim is missing"):
         resolve_flavor(config.model, 4112)
     assert FLAVORS["debug"].num_experts == 0
+
+
+def test_a_dense_model_has_no_sizes_of_experts():
+    """So a token uses all its parameters, and it equals a model that never had them."""
+    config = load_config(["debug_moe", "--model.num_experts=0"])
+    model = resolve_flavor(config.model, 4112)
+    assert model.num_active_parameters == model.num_parameters
+    assert from_json(dataclasses.replace(model, experts_per_token=2).to_json()) == model
+    config = load_config(["debug", "--model.expert_ffn_dim=64"])
+    (note,) = unused_settings(config, model, dict.fromkeys(AXES, 1))
+    assert note == "model.expert_ffn_dim = 64 has no effect: a dense model"
 
 
 def test_without_ep_and_tp_nothing_changes(pool):

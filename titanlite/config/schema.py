@@ -123,7 +123,9 @@ class ModelConfig:
     experts_per_token: int | None = key(
         None, "experts that the router chooses for a token", min=1, max=2**12
     )
-    expert_ffn_dim: int | None = key(None, "hidden width of an expert, a multiple of 8", min=1, max=2**22)
+    expert_ffn_dim: int | None = key(
+        None, "hidden width of an expert, a multiple of 8", min=1, max=2**22
+    )
     rope_theta: float | None = key(None, "base of the frequencies of RoPE", min=1e-6, max=1e12)
     rope_scaling: str | None = key(
         None,

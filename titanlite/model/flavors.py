@@ -370,6 +370,13 @@ def _resolve_window(section: ModelConfig, config: LlamaConfig) -> LlamaConfig:
     return resolved
 
 
+def without_unused_experts(config: LlamaConfig) -> LlamaConfig:
+    """A dense model has no sizes of experts, so that two configs of one model are equal."""
+    if config.num_experts:
+        return config
+    return replace(config, experts_per_token=0, expert_ffn_dim=0)
+
+
 def expert_problems(config: LlamaConfig) -> list[str]:
     """Describes what is wrong with the sizes of a mixture of experts."""
     num = config.num_experts
@@ -418,7 +425,7 @@ def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
     present = {name: value for name, value in overrides.items() if value is not None}
     config = replace(config, **present)
     config = replace(config, rope_scaling=_resolve_scaling(section, config.rope_scaling))
-    config = _resolve_window(section, config)
+    config = without_unused_experts(_resolve_window(section, config))
     if not config.vocab_size:
         config = replace(config, vocab_size=tokenizer_size)
     if config.explicit_head_dim * config.num_heads == config.dim:

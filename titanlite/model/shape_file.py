@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from titanlite.model.flavors import SCALINGS, LlamaConfig, expert_problems, with_one_window
+from titanlite.model.flavors import (
+    SCALINGS,
+    LlamaConfig,
+    expert_problems,
+    with_one_window,
+    without_unused_experts,
+)
 from titanlite.runtime.documents import parse_json
 from titanlite.runtime.typed_json import typed
 
@@ -82,6 +88,7 @@ def checked(config: LlamaConfig) -> LlamaConfig:
     for name in ("num_experts", "experts_per_token", "expert_ffn_dim"):
         if type(getattr(config, name)) is not int or getattr(config, name) != 0:
             _require_integer(name, getattr(config, name), LARGEST)
+    config = without_unused_experts(config)
     problems = expert_problems(config)
     if problems:
         raise ValueError(problems[0])

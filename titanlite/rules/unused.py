@@ -60,6 +60,7 @@ def _techniques(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> 
     return [
         row(degrees["pp"] > 1, "parallel.pp = 1", "parallel", pp_keys),
         row(llama.num_experts > 0, "a dense model", "loss", "router_aux_loss"),
+        row(llama.num_experts > 0, "a dense model", "model", "experts_per_token expert_ffn_dim"),
         row(degrees["cp"] > 1, "parallel.cp = 1", "parallel", "cp_method"),
         row(mode in ("full", "selective"), f"recompute.mode = {mode}", "recompute", "every"),
         row(mode == "memory_budget", "recompute.mode is not memory_budget", "recompute", "budget"),
