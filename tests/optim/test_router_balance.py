@@ -105,6 +105,7 @@ def test_a_block_without_a_backward_has_no_load(pool):
     (row,) = pool.run(1, with_frozen_blocks)
     assert row["expert_load/layers.0"] is None
     assert row["expert_load/layers.2"] == row["expert_load"] >= 1
+    assert row["router_loss"] == pytest.approx(2, abs=0.1)  # k, if all are chosen equally often
 
 
 def with_frozen_blocks() -> dict:

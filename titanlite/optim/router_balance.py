@@ -98,9 +98,10 @@ class RouterBalance:
             loss = self.num_experts * (layer.load * layer.mean_probability).sum()
             figures[int(name)] = torch.stack((loss, layer.load.max() / layer.load.mean()))
         losses, loads = self.mesh.sum_stages(figures).T.tolist()
-        row: dict[str, Any] = {"router_loss": sum(losses) / len(losses)}
         # A block that no gradient passes is not counted: its mean load is 0
         known = {i: load for i, load in enumerate(loads) if not math.isnan(load)}
+        total = sum(losses[i] for i in known)
+        row: dict[str, Any] = {"router_loss": total / len(known) if known else None}
         row["expert_load"] = max(known.values(), default=None)
         return row | {f"expert_load/layers.{i}": known.get(i) for i in range(self.num_layers)}
 
