@@ -63,6 +63,7 @@ LAYOUTS = [
     (EVEN, {"pp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}),
     (TIED, {"dp_shard": 1}, {"pp": 2, "tp": 2}),
     (TIED, {"pp": 2, "pp_schedule": "ZBVZeroBubble"}, {"dp_shard": 2, "tp": 2}),
+    (TIED, {"dp_shard": 1}, {"pp": 2, "pp_schedule": "ZBVZeroBubble"}),
     (MIXTURE, {"dp_shard": 4, "ep": 2}, {"dp_shard": 4, "ep": 4}),
 ]
 MORE_LAYOUTS = [  # slow: each axis is in one above

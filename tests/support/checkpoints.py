@@ -85,13 +85,14 @@ def everything(
 ) -> dict[str, torch.Tensor]:
     """Whole weights, moments and averages of all parameters that this rank has a part of."""
     named = [pair for part in stages.model_parts for pair in part.named_parameters()]
-    whole = {name: full(p).detach().clone() for name, p in named}
+    found: list[tuple[str, torch.Tensor]] = list(named)
     for name, average in zip(ema.names, ema.averages, strict=True):
-        whole[f"{name}.average"] = full(average).clone()
+        found.append((f"{name}.average", average))
     for name, parameter in named:
         for key, value in optimizer.state[parameter].items():
-            whole[f"{name}.{key}"] = full(value).clone()
-    return whole
+            found.append((f"{name}.{key}", value))
+    # One rank may have both copies of a tied embedding, which must be equal
+    return of_all_ranks([{name: full(value).detach().clone()} for name, value in found])
 
 
 def save_after_a_step(

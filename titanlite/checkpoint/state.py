@@ -129,19 +129,25 @@ class OptimizerState(Stateful):
         return trained
 
     def state_dict(self) -> dict[str, Any]:
+        return dict(self._values())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in self._values():
+            value.copy_(state[name])
+
+    def _values(self) -> list[tuple[str, Any]]:
+        """Lists the state with its names: one for both copies of a tied embedding, if one process
+        has the first and the last stage of a pipeline.
+        """
         if not self.optimizer.state:
             self._allocate()
         # Copied into a plain dict: a parameter without state must be an error
         state = dict(self.optimizer.state)
-        return {
-            f"state.{name}.{key}": value
+        return [
+            (f"state.{name}.{key}", value)
             for name, p in self._parameters()
             for key, value in state[p].items()
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in self.state_dict().items():
-            value.copy_(state[name])
+        ]
 
     @torch.no_grad()
     def _allocate(self) -> None:
