@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import json
 import re
 from collections import Counter
@@ -17,11 +19,12 @@ from titanlite.rules.check import check_layout
 from titanlite.rules.degrees import AXES, num_processes
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.cli.plan_command import model_of
+from titanlite.tools.explain import sentences
 from titanlite.tools.explain.events import Explanation
 from titanlite.tools.explain.explain import Run, assemble, explain, totals, with_senders
 from titanlite.tools.explain.holdings import holdings
 from titanlite.tools.explain.page import page
-from titanlite.tools.explain.sentences import explained
+from titanlite.tools.explain.sentences import explained, line_of
 from titanlite.tools.explain.show import explanation_lines
 from titanlite.tools.explain.step import Recorded, record_real
 from titanlite.tools.plan.trace import trace
@@ -203,6 +206,20 @@ def test_a_logged_step_of_a_run_has_these_events(pool, options, tmp_path, layout
     for lane, of_rank in zip(explanation.lanes, steps, strict=True):
         events = [(event.kind, event.ranks, event.whole_bytes) for event in lane.events]
         assert events == of_rank[1]
+
+
+def test_each_line_of_the_program_that_is_named_as_a_cause_is_there():
+    """An edit of the program would otherwise end `explain` of some layouts with an error."""
+    named = list(sentences.LOOP_LINES.values())
+    for call in ast.walk(ast.parse(inspect.getsource(sentences))):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "line_of":
+            file, *texts = call.args
+            for node in (node for text in texts for node in ast.walk(text)):
+                if isinstance(node, ast.Constant):
+                    named.append((getattr(sentences, ast.unparse(file)), node.value))
+    assert len(named) > 15
+    for file, text in named:
+        assert line_of(file, text).startswith(f"{file}:")
 
 
 @pytest.mark.slow
