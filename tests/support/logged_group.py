@@ -24,25 +24,26 @@ from titanlite.runtime.phases import Phase, add_listener
 from titanlite.tools.explain import step
 from titanlite.tools.plan.trace import build_parts, build_step
 
-# Methods of a group -> kind, and which argument has the whole tensor. In 2.11 three have the names
-# that end in `_base`
+# Methods of a group -> kind, and which argument has the whole tensor
 METHODS = {
     "allreduce": ("all_reduce", 0),
     "broadcast": ("broadcast", 0),
     "allgather": ("all_gather", 0),
     "all_gather_single": ("all_gather", 0),
-    "_allgather_base": ("all_gather", 0),
     "allgather_into_tensor_coalesced": ("all_gather", 0),
     "reduce_scatter": ("reduce_scatter", 1),
     "reduce_scatter_single": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
     "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
     "all_to_all_single": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
     "alltoall": ("all_to_all", 1),
     "send": ("send", 0),
     "recv": ("recv", 0),
     "barrier": ("barrier", None),
+}
+NAMES_OF_2_11 = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
 }
 log: list[tuple[str, tuple[int, ...], int]] = []  # kind, ranks, bytes
 within: list[str] = []  # a method may call another one
@@ -93,8 +94,9 @@ def logged(name: str, kind: str, whole: int | None) -> Any:
 
 
 for method_name, (method_kind, method_whole) in METHODS.items():
-    if hasattr(dist.ProcessGroup, method_name):
-        setattr(LoggedGroup, method_name, logged(method_name, method_kind, method_whole))
+    if not hasattr(dist.ProcessGroup, method_name):
+        method_name = NAMES_OF_2_11[method_name]
+    setattr(LoggedGroup, method_name, logged(method_name, method_kind, method_whole))
 
 
 def use_logged_group() -> None:
