@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import pytest
 import torch
@@ -42,8 +43,10 @@ def test_equal_loads_cost_k_and_skewed_ones_more():
     assert skewed > 0.5 * 2
     expected = dict(routing.loads)
     routing.finish_step()
-    for name, experts in routing.chosen.items():
+    for name, (experts, margins) in routing.chosen.items():
         assert experts.shape == (16, 2)
+        assert margins.shape == (16,)
+        assert 0 <= margins.min() < margins.max() < 2
         counts = torch.stack([(experts == expert).sum() for expert in range(4)])
         assert torch.equal(counts / 16, expected[name])
 
@@ -80,6 +83,7 @@ def test_each_token_is_compared_once_also_with_recomputation():
     assert other.different > 16
     assert other.example.startswith("layers.0: token ")
     assert " of sequence 0 chose experts [" in other.example
+    assert re.search(r"\], with a margin of \d+e-?\d+ of the largest logit$", other.example)
 
 
 def places_of_rank(layout: dict[str, int], method: str) -> list[torch.Tensor]:
@@ -125,5 +129,7 @@ def test_in_the_first_step_two_experts_tie_for_many_tokens():
         assert (logits[:, :2] == 0).all()
         matters = (logits[:, 2:] > 0).sum(dim=1) == 1
         assert matters.sum() > 20
-        assert (routing.chosen[name][matters][:, 0] == 0).all()
-        assert (routing.chosen[name][matters] != 1).all()
+        experts, margins = routing.chosen[name]
+        assert (experts[matters][:, 0] == 0).all()
+        assert (experts[matters] != 1).all()
+        assert (margins[matters] == 0).all()

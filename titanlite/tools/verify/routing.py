@@ -6,11 +6,15 @@ the loss of each forward, and records the experts of each token. It shares no co
 `compare_decisions` compares that with the reference, token by token: `token_places` says which
 tokens of the global batch a rank routes.
 Why it is here: two layouts may choose every expert equally often, for different tokens.
+What it cannot tell apart: rounding may turn a decision between two experts whose logits are nearly
+equal, and then that token has other results. So the reference draws a batch with such a near tie
+again, and another decision is shown with its margin, the distance of these two logits.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -33,7 +37,8 @@ class Routing:
         self.num_layers = len(model.layers)
         self.logits: dict[str, list[Tensor]] = {}  # of each forward of this step
         self.loads: dict[str, Tensor] = {}  # f_e of the step before
-        self.chosen: dict[str, Tensor] = {}  # the experts of each token in the last step (T, k)
+        # The experts of each token in the last step (T, k), and their margins (T,)
+        self.chosen: dict[str, tuple[Tensor, Tensor]] = {}
         self.experts_per_token = model.config.experts_per_token
         for name, block in model.layers.items():
             moe = block.feed_forward
@@ -56,6 +61,16 @@ class Routing:
             total = total + len(load) * (load * probabilities.sum(dim=0) / tokens).sum()
         return self.weight * total / self.num_layers
 
+    def closest(self) -> float:
+        """Forgets the forwards of this step; returns the smallest margin that is no tie."""
+        closest = math.inf
+        for logits in self.logits.values():
+            if logits:
+                margins = _margins(torch.cat(logits), self.experts_per_token)
+                closest = min([closest, *margins[margins > 0].tolist()])
+            logits.clear()
+        return closest
+
     def finish_step(self) -> None:
         """Notes the choices of the step, in the order of tokens; each token's in ascending order.
 
@@ -68,9 +83,20 @@ class Routing:
             counts = torch.zeros(scores.shape[1], dtype=torch.int64)
             for expert in range(scores.shape[1]):
                 counts[expert] = (experts == expert).sum()
-            self.chosen[name] = experts.cpu()
+            margins = _margins(scores, self.experts_per_token)
+            self.chosen[name] = (experts.cpu(), margins.cpu())
             self.loads[name] = counts / len(scores)
             logits.clear()
+
+
+def _margins(logits: Tensor, k: int) -> Tensor:
+    """From the logit of the last of k experts to that of the next one, over the largest logit:
+    (T, E) -> (T,).
+    """
+    if k == logits.shape[1]:
+        return torch.full_like(logits[:, 0], math.inf)
+    ranked = logits.sort(dim=-1, descending=True).values
+    return (ranked[:, k - 1] - ranked[:, k]) / logits.abs().max()
 
 
 class Decisions:
@@ -144,17 +170,23 @@ class Compared(NamedTuple):
 
 
 def compare_decisions(
-    parts: Sequence[Decisions], places: list[Tensor], expected: dict[str, Tensor], seq_len: int
+    parts: Sequence[Decisions],
+    places: list[Tensor],
+    expected: dict[str, tuple[Tensor, Tensor]],
+    seq_len: int,
 ) -> Compared:
-    """Compares a step's choices with `expected`: those of all tokens (T, k), by block."""
+    """Compares a step's choices with `expected`: by block, those of all tokens (T, k) with their
+    margins (T,).
+    """
     number = 0
     different = 0
     example = ""
     for part in parts:
         for name, forwards in part.take().items():
+            experts, margins = expected[name]
             chosen = torch.cat(forwards)
             tokens = torch.cat(places)
-            others = (chosen != expected[name][tokens]).any(dim=1)
+            others = (chosen != experts[tokens]).any(dim=1)
             number += len(tokens)
             different += int(others.sum())
             if different and not example:
@@ -162,6 +194,7 @@ def compare_decisions(
                 place = int(tokens[i])
                 example = (
                     f"layers.{name}: token {place % seq_len} of sequence {place // seq_len} chose "
-                    f"experts {chosen[i].tolist()}; in one process {expected[name][place].tolist()}"
+                    f"experts {chosen[i].tolist()}; in one process {experts[place].tolist()}, with "
+                    f"a margin of {margins[place]:.0e} of the largest logit"
                 )
     return Compared(number, different, example)
