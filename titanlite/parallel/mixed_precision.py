@@ -11,8 +11,8 @@ its gradient. The cast weights are kept until the backward, 2 bytes per paramete
 is recomputed (`recompute.mode = full`).
 
 A norm computes the gradient of its weight in fp32. Autograd rounds it to the dtype of the cast
-weight, unless the cast says otherwise, which it can from torch 2.15 on and where the block is not
-compiled; FSDP2 does so there too.
+weight, unless the cast says otherwise. FSDP2 does so from torch 2.15 on, and so does this cast,
+where the block is not compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 
 def apply_mixed_precision(model: nn.Module, compute: torch.dtype) -> None:
@@ -58,7 +57,8 @@ def _casting(kind: type[nn.Module], compute: torch.dtype) -> type[nn.Module]:
     All blocks get the same class, so they are compiled once.
     """
 
-    unrounded = issubclass(kind, nn.RMSNorm) and hasattr(FunctionCtx, "set_output_grad_dtype")
+    # torch compares versions, not strings
+    unrounded = issubclass(kind, nn.RMSNorm) and torch.__version__ >= "2.15"
 
     def weight(self: nn.Module) -> Tensor:
         # not `get_parameter`, which would call this property again
