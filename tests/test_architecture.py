@@ -182,6 +182,7 @@ SETS_ATTRIBUTES = {
         "functorch.activation_memory_budget",
         "functorch.unsafe_treat_script_objects_as_zero_size",
         "schedules._PipelineSchedule._warmup_p2p",
+        "stage._PipelineStageBase._get_init_p2p_neighbors_ops",
     },
     "titanlite/distributed/process_group.py": {"os.environ['GLOO_SOCKET_IFNAME']"},
     "titanlite/model/block_mask.py": {"model.document_mask"},
@@ -216,8 +217,8 @@ SETS_ATTRIBUTES = {
     "titanlite/parallel/expert_parallel.py": {
         "ctx.sizes",
         "experts.forward",
-        "linear.weight",
-        "module.forward",
+        "layer.forward",
+        "layer.weight",
     },
     "titanlite/parallel/context_parallel.py": {
         "inner_attention.forward",

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from titanlite.config.load import load_config
 from titanlite.distributed.mesh import Mesh
 from titanlite.rules.degrees import AXES
+from titanlite.tools.verify import compare
 from titanlite.tools.verify.compare import fill_weights
 from titanlite.tools.verify.routing import (
     Decisions,
@@ -84,6 +85,24 @@ def test_each_token_is_compared_once_also_with_recomputation():
     assert other.example.startswith("layers.0: token ")
     assert " of sequence 0 chose experts [" in other.example
     assert re.search(r"\], with a margin of \d+e-?\d+ of the largest logit$", other.example)
+
+
+def test_a_batch_with_a_near_tie_is_drawn_again(monkeypatch):
+    model = small_model(config=EXPERTS)
+    routing = Routing(model, weight=0.0)
+    config = load_config(["debug", "--training.seq_len=8", "--training.global_batch_size=4"])
+    margins = []
+    for draw in range(compare.DRAWS):
+        model(compare.make_batch(1, config, 101, draw).tokens)
+        margins.append(routing.take_smallest_margin())
+    assert len(set(margins)) == compare.DRAWS
+    assert min(margins) > 0
+    largest = max(range(compare.DRAWS), key=margins.__getitem__)
+    after_first = next(draw for draw, margin in enumerate(margins) if margin > margins[0])
+    for limit, expected in ((0, 0), (margins[0], after_first), (1, largest)):
+        monkeypatch.setattr(compare, "NEAR_TIE", limit)
+        assert compare.draw_without_near_tie(1, config, model, routing) == expected
+        assert routing.take_smallest_margin() == float("inf")
 
 
 def places_of_rank(layout: dict[str, int], method: str) -> list[torch.Tensor]:

@@ -173,7 +173,7 @@ def draw_without_near_tie(step: int, config: Config, model: Llama, routing: Rout
         batch = make_batch(step, config, model.config.vocab_size, draw)
         for document in split_documents(batch.apply(lambda tensor: tensor.to(device))):
             logits_of(model, document)
-        margin = routing.closest()
+        margin = routing.take_smallest_margin()
         if margin > largest:
             best = draw
             largest = margin

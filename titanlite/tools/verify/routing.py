@@ -61,15 +61,17 @@ class Routing:
             total = total + len(load) * (load * probabilities.sum(dim=0) / tokens).sum()
         return self.weight * total / self.num_layers
 
-    def closest(self) -> float:
-        """Forgets the forwards of this step; returns the smallest margin that is no tie."""
-        closest = math.inf
+    def take_smallest_margin(self) -> float:
+        """Returns the smallest margin of the forwards of this step, and forgets them. Ties, whose
+        margin is 0, are left out.
+        """
+        smallest = math.inf
         for logits in self.logits.values():
             if logits:
                 margins = _margins(torch.cat(logits), self.experts_per_token)
-                closest = min([closest, *margins[margins > 0].tolist()])
+                smallest = min([smallest, *margins[margins > 0].tolist()])
             logits.clear()
-        return closest
+        return smallest
 
     def finish_step(self) -> None:
         """Notes the choices of the step, in the order of tokens; each token's in ascending order.
