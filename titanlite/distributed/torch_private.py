@@ -432,7 +432,7 @@ def join_pretended_group(rank: int, world_size: int) -> None:
         "fake", rank=rank, world_size=world_size, store=FakeStore()
     )
     # Skip what stages send each other before their first step: in 2.13 a vote, whose outcome
-    # `pipeline_stage_class` ignores, and which no message could carry here; in 2.11 empty greetings
+    # `pipeline_stage_class` ignores, and which no message could carry here; in 2.11 a number
     from torch.distributed.pipelining import schedules, stage
 
     schedules._PipelineSchedule._warmup_p2p = lambda *arguments: None  # type: ignore[method-assign]

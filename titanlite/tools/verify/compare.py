@@ -56,8 +56,7 @@ from titanlite.tools.verify.routing import (
 from titanlite.tools.verify.updates import Updates, clip
 
 STEPS = 5
-# The margin of a router's decision (routing.py) that rounding may turn: layouts' logits differ by
-# up to about 1e-6 of the largest one. About half of the batches have none below it
+# The margin of a router's decision (routing.py) that rounding may turn: cp=2 turned one of 5e-7
 NEAR_TIE = 2e-6
 DRAWS = 8
 
