@@ -23,12 +23,12 @@ def translate(entries: Mapping[str, object], form: Format, processes: int = 0) -
         hint = suggestion(name, list(draft.defaults))
         reason = f"not known here as a field of {form.title} {form.version}{hint}"
         draft.refuse(name, entries[name], reason)
-    readable = [row for row in form.rows if _is_readable(row, draft)]
+    readable = {row.theirs for row in form.rows if _is_readable(row, draft)}
     if draft.refusals:
         raise ConfigError(draft.refusals)
     applied = []
     for row in form.rows:
-        if row.apply is None and row in readable:
+        if row.apply is None and row.theirs in readable:
             _apply(row, draft)
         elif row.apply is not None and row.apply not in applied:
             applied.append(row.apply)
