@@ -40,7 +40,7 @@ OPTIONS = {
     "training.steps": STEPS,
     "training.compute_dtype": "float32",
     "run.device": "cpu",
-    "run.sample_tokens": 0,
+    "validation.prompts": "",
     "metrics.log_freq": 1,
     "checkpoint.freq": 0,
     "validation.freq": 0,

@@ -334,48 +334,13 @@ def test_thousands_of_unknown_keys_take_seconds_not_minutes():
     assert seconds[1] < 30 * seconds[0]
 
 
-def test_a_sample_at_the_end_is_a_prompt_of_validation(toml):
-    """The old keys are aliases: of a file, over a file, and beside new keys of earlier files."""
-    old = load_config([toml("[run]\nsample_tokens = 9\n")])
-    assert (old.validation.prompts, old.validation.prompt_tokens) == (("def",), 9)
-    with_prompt = toml('[run]\nsample_tokens = 9\nsample_prompt = "a"\n')
-    assert load_config([with_prompt]).validation.prompts == ("a",)
-    assert load_config([with_prompt, "--validation.prompts=b"]).validation.prompts == ("b",)
-    assert load_config([with_prompt, "--validation.prompts="]).validation.prompts == ()
-    changed = load_config(["debug", "--run.sample_tokens=7", "--run.sample_prompt=x"]).validation
-    assert (changed.prompts, changed.prompt_tokens) == (("x",), 7)
-    without = load_config(["debug", "--run.sample_tokens=0"])
-    assert without == load_config(["debug", "--validation.prompts="])
-    assert without.validation.prompts == ()
-    assert "sample_" not in to_toml(old)
-    long = load_config([toml("[run]\nsample_tokens = 10000\n")])
-    assert long.validation.prompt_tokens == 8192, "the old key had no bound"
-
-
-def test_old_and_new_keys_of_a_sample_at_once(toml):
-    """New keys of a layer count more than old ones, and a later layer more than an earlier one."""
-    both = toml('[run]\nsample_tokens = 9\n[validation]\nprompts = ["a"]\n')
-    assert load_config([both]).validation.prompts == ("a",)
-    prompted = load_config(["debug", "--run.sample_prompt=b"]).validation
-    assert (prompted.prompts, prompted.prompt_tokens) == (("b",), 100)
-    later = load_config([both, "--run.sample_tokens=7", "--validation.prompt_tokens=5"]).validation
-    assert (later.prompts, later.prompt_tokens) == (("def",), 7)
-    old = toml("[run]\nsample_tokens = 9\n")
-    assert load_config([old, "--validation.prompt_tokens=5"]).validation.prompt_tokens == 5
-    (problem,) = problems("debug", "--run.sample_tokens=-1")
-    assert_mentions(problem, "run.sample_tokens = -1", "at least 0")
-
-
-@pytest.mark.parametrize(
-    ("tokens", "prompts", "expected"),
-    [(100, "[]", ("b",)), (100, '["a"]', ("a",)), (0, '["a"]', ("a",)), (0, "[]", ())],
-)
-def test_the_config_of_an_older_run_has_old_and_new_keys(toml, tokens, prompts, expected):
-    path = toml(
-        f'[run]\nsample_tokens = {tokens}\nsample_prompt = "b"\n'
-        f"[validation]\nprompts = {prompts}\nprompt_tokens = 64\n"
-    )
-    assert load_config([path]).validation.prompts == expected
+@pytest.mark.parametrize("option", ["run.sample_tokens=0", "run.sample_prompt=def"])
+def test_the_keys_of_a_sample_at_the_end_are_refused_with_the_new_ones(option, toml):
+    key, _, value = option.partition("=")
+    in_file = toml(f"[run]\n{key.removeprefix('run.')} = {value if value == '0' else repr(value)}\n")
+    for arguments in (["debug", f"--{option}"], [in_file]):
+        (problem,) = problems(*arguments)
+        assert_mentions(problem, f"unknown key {key}", "validation.prompts", "prompt_tokens")
 
 
 def use(config: Config) -> None:

@@ -40,7 +40,7 @@ SMALL = [
 LOW_PRECISION = ["--training.param_dtype=bfloat16", "--optimizer.state_dtype=bfloat16"]
 COMMON = [
     "--run.device=cuda",
-    "--run.sample_tokens=0",
+    "--validation.prompts=",
     "--metrics.log_freq=1000",
     "--checkpoint.freq=0",
     "--validation.freq=0",

@@ -39,17 +39,15 @@ from titanlite.runtime.files import read_bounded
 # accepted, so that the config.toml of older runs can be read
 PREFERENCES = "preferences are trained with TRL, which loads what `titanlite convert` writes"
 SCORES = "`titanlite evaluate` scores answers after the run"
+SAMPLE = "validation.prompts are continued at the end too, by validation.prompt_tokens each"
 REMOVED: dict[str, tuple[str, tuple[object, ...]]] = {
     "checkpoint.trust_pickle": ("pickles in checkpoints run no code", (False, "false")),
     "dpo.beta": (PREFERENCES, (0, "0", "0.0")),
+    "run.sample_prompt": (SAMPLE, ()),
+    "run.sample_tokens": (SAMPLE, ()),
     "validation.questions": (SCORES, ("",)),
     "validation.answer_tokens": (SCORES, (32, "32")),
     "validation.answer_end": (SCORES, ("",)),
-}
-# Renamed keys: see `replace_aliases`
-ALIASES = {
-    "run.sample_prompt": "validation.prompts",
-    "run.sample_tokens": "validation.prompt_tokens",
 }
 # In older configs these values mean the flavor's value; now the key is absent instead
 ABSENT: dict[str, object] = {
@@ -146,9 +144,6 @@ def load_config(argv: list[str], configs: Path = CONFIGS) -> Config:
         layers += read_files(path, problems)
     layers.append(read_options(options, problems))
 
-    if not problems:
-        for layer in layers:
-            replace_aliases(layer)
     values = merge(layers, problems)
     if path:
         values.setdefault("run.name", path.stem)
@@ -176,7 +171,7 @@ def split_command_line(argv: list[str]) -> tuple[list[str], list[Option]]:
         if equals:
             options.append(Option(name, text))
             continue
-        key = find_key(name)
+        key = schema_keys().get(name)
         words = key.words if key else ()
         following = remaining[-1] if remaining else "--"
         # A switch takes the next word only if it is one of its values: it may be the config instead
@@ -248,7 +243,7 @@ def read_options(options: list[Option], problems: list[str]) -> Layer:
     """Reads the layer of the command line."""
     layer = Layer("")
     for option in options:
-        key = find_key(option.name)
+        key = schema_keys().get(option.name)
         shown = f"--{shortened(option.name, 200)}"
         if key and option.text is None:
             problems.append(f"{shown}: a value is missing; expected {expected_type(key)}")
@@ -265,19 +260,10 @@ def read_options(options: list[Option], problems: list[str]) -> Layer:
     return layer
 
 
-def find_key(name: str) -> Key | None:
-    """Finds the declaration of a key, or of a renamed key under its old name."""
-    if name == "run.sample_tokens":  # 0 was allowed: no sample
-        return dataclasses.replace(schema_keys()[ALIASES[name]], name=name, min=0, max=None)
-    if name == "run.sample_prompt":  # one prompt, not a list
-        return dataclasses.replace(schema_keys()[ALIASES[name]], name=name, kind=str, items=None)
-    return schema_keys().get(name)
-
-
 def set_value(name: str, value: object, layer: Layer) -> list[Mistake]:
     """Stores a value in a layer, in the type of its key. Returns what is wrong with it."""
     section, _, entry = name.partition(".")
-    key = find_key(name)
+    key = schema_keys().get(name)
     if name in REMOVED:
         reason, without_effect = REMOVED[name]
         if value in without_effect:
@@ -320,28 +306,6 @@ def merge(layers: list[Layer], problems: list[str]) -> dict[str, Any]:
                     values.pop(name, None)
         values |= layer.values
     return values
-
-
-def replace_aliases(layer: Layer) -> None:
-    """Replaces the renamed keys of a layer, whose values are valid, by the new ones.
-
-    The sample at the end of a run has become a prompt of validation; 0 tokens meant no sample.
-    Prompts in the same layer win: the config.toml of an older run has old and new keys.
-    """
-    values = layer.values
-    tokens = values.pop("run.sample_tokens", None)
-    prompt = values.pop("run.sample_prompt", None)
-    if values.get("validation.prompts"):
-        return
-    if isinstance(tokens, int) and tokens > 0:
-        most = schema_keys()["validation.prompt_tokens"].max
-        assert most is not None
-        values["validation.prompts"] = ("def" if prompt is None else prompt,)
-        values["validation.prompt_tokens"] = min(tokens, int(most))  # the old key had no bound
-    elif tokens == 0:
-        values["validation.prompts"] = ()
-    elif prompt is not None:
-        values["validation.prompts"] = (prompt,)
 
 
 def build(values: dict[str, Any]) -> Config:
