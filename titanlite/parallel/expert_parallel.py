@@ -71,20 +71,20 @@ def apply_ep(model: Llama, mesh: Mesh) -> None:
 
     Without both it changes nothing.
     """
+    # Experts are whole on each rank of tp: their mesh has that axis so that gradients are summed
+    axes = ("ep", "tp") if mesh.ep > 1 else ("tp",)
+    placements = [Shard(0), Replicate()] if mesh.ep > 1 else [Replicate()]
     for block in model.layers.values():
         moe = block.feed_forward
         assert isinstance(moe, MixtureOfExperts)
         experts: nn.Module = moe.experts
-        products = (moe.experts.w1, moe.experts.w2, moe.experts.w3)
         if mesh["tp"].size() > 1:
             _place(moe.router, mesh["tp"], [Replicate()], route_local)
+        if mesh.ep * mesh["tp"].size() > 1:
+            for linear in (moe.experts.w1, moe.experts.w2, moe.experts.w3):
+                _place(linear, mesh[axes], placements, multiply_local)
         if mesh.ep > 1:
-            for linear in products:
-                _place(linear, mesh["ep", "tp"], [Shard(0), Replicate()], multiply_local)
             experts.forward = functools.partial(compute_elsewhere, moe.experts, mesh["ep"])
-        elif mesh["tp"].size() > 1:
-            for linear in products:
-                _place(linear, mesh["tp"], [Replicate()], multiply_local)
 
 
 def _place(
