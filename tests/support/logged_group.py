@@ -40,6 +40,7 @@ METHODS = {
     "recv": ("recv", 0),
     "barrier": ("barrier", None),
 }
+# torch 2.11 has these three methods by other names
 NAMES_OF_2_11 = {
     "all_gather_single": "_allgather_base",
     "reduce_scatter_single": "_reduce_scatter_base",
