@@ -112,6 +112,16 @@ def test_a_dense_model_has_no_sizes_of_experts():
     assert note == "model.expert_ffn_dim = 64 has no effect: a dense model"
 
 
+def test_a_mixture_has_no_width_of_a_dense_feed_forward():
+    """A key that the user sets is named; from_checkpoint sets it itself."""
+    degrees = dict.fromkeys(AXES, 1)
+    config = load_config(["debug_moe", "--model.ffn_dim=64"])
+    (note,) = unused_settings(config, FLAVORS["debug_moe"], degrees)
+    assert note == "model.ffn_dim = 64 has no effect: a mixture has model.expert_ffn_dim"
+    adopted = load_config(["debug_moe", "--model.ffn_dim=64", "--model.flavor=from_checkpoint"])
+    assert unused_settings(adopted, FLAVORS["debug_moe"], degrees) == []
+
+
 def test_without_ep_and_tp_nothing_changes(pool):
     (found,) = pool.run(1, not_divided)
     expected = gradients(small_model(config=EXPERTS))

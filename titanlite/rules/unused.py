@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from titanlite.config.schema import Config
+from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.model.flavors import LlamaConfig
 from titanlite.rules.degrees import needs_fsdp, num_processes
 
@@ -56,11 +56,14 @@ def _techniques(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> 
     decay_keys = "decay decay_fraction"
     if config.schedule.decay_steps or config.schedule.decay_tokens:
         decay_keys = "decay decay_steps decay_tokens"  # if set, decay_fraction is 0
+    dense = llama.num_experts == 0
+    adopted = config.model.flavor == FROM_CHECKPOINT  # which sets all keys of the model itself
     row = Technique
     return [
         row(degrees["pp"] > 1, "parallel.pp = 1", "parallel", pp_keys),
-        row(llama.num_experts > 0, "a dense model", "loss", "router_aux_loss"),
-        row(llama.num_experts > 0, "a dense model", "model", "experts_per_token expert_ffn_dim"),
+        row(not dense, "a dense model", "loss", "router_aux_loss"),
+        row(not dense, "a dense model", "model", "experts_per_token expert_ffn_dim"),
+        row(dense or adopted, "a mixture has model.expert_ffn_dim", "model", "ffn_dim"),
         row(degrees["cp"] > 1, "parallel.cp = 1", "parallel", "cp_method"),
         row(mode in ("full", "selective"), f"recompute.mode = {mode}", "recompute", "every"),
         row(mode == "memory_budget", "recompute.mode is not memory_budget", "recompute", "budget"),
