@@ -86,7 +86,7 @@ PLANTED = {  # reader -> a check that is taken away
     "manifest, sealed": (manifest, "require", lambda condition, problem: None),
     "TOML": (load, "convert", lambda value, key: (value, "")),
     "safetensors header": (safetensors_files, "SafetensorError", KeyboardInterrupt),
-    ".proven": (retention, "is_valid", lambda proof: True),
+    ".proven": (retention, "typed", lambda kind, fields: kind(**fields)),
 }
 
 

@@ -31,6 +31,7 @@ from titanlite.config.schema import CheckpointConfig
 from titanlite.runtime.documents import read_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import replace_file, sync_folder
+from titanlite.runtime.typed_json import Count, typed
 
 logger = logging.getLogger("titanlite")
 
@@ -42,9 +43,9 @@ MARGIN = 1.0  # nats; one nat more is a perplexity e times as high
 class Proof:
     """What a run knows about the quality of its checkpoints: the content of `.proven`."""
 
-    step: int = 0  # newest step after which another had a finite gradient; 0: none
+    step: Count = 0  # newest step after which another had a finite gradient; 0: none
     # The newest proven step whose loss was not far above those before; 0: none
-    plausible: int = 0
+    plausible: Count = 0
     loss: float | None = None  # the lowest training loss of the step after a plausible one
     validation_loss: float | None = None  # the lowest validation loss of a plausible one
 
@@ -55,23 +56,13 @@ def read_proof(run_folder: Path) -> Proof:
         content = read_json(run_folder / PROVEN, 1000)
         if type(content) is int:  # older versions wrote only the step
             content = {"step": content, "plausible": content}
-        proof = Proof(**content)
-        if is_valid(proof):
+        proof = typed(Proof, content)
+        losses = (proof.loss, proof.validation_loss)
+        if all(loss is None or math.isfinite(loss) for loss in losses):
             return proof
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError):
         pass
     return Proof()
-
-
-def is_valid(proof: Proof) -> bool:
-    """Whether all fields of a record from a file are of the right types."""
-    for step in (proof.step, proof.plausible):
-        if type(step) is not int or not 0 <= step < 1 << 62:
-            return False
-    for loss in (proof.loss, proof.validation_loss):
-        if loss is not None and not (type(loss) is float and math.isfinite(loss)):
-            return False
-    return True
 
 
 def delete_step(folder: Path, step: int) -> None:

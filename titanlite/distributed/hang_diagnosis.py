@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 import traceback
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from titanlite.runtime.documents import parse_json
+from titanlite.runtime.typed_json import typed
 
 SILENT = 3.0  # seconds: a process without a heartbeat for longer may be frozen
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -57,8 +58,7 @@ class Heartbeat:
     waiting: int = IN_PYTHON  # where the main thread stands still
     place: str = ""  # file:line in this repository, once it stands still
     silent: bool = False  # set by the reader: no heartbeat has arrived for SILENT
-    # Rank 0's `Diagnosis`, for all ranks to follow
-    diagnosis: dict[str, Any] = field(default_factory=dict)
+    diagnosis: Diagnosis | None = None  # rank 0's, for all ranks to follow
 
     @property
     def name(self) -> str:
@@ -151,29 +151,13 @@ def locate(frame: FrameType) -> Location:
     return Location(waiting, place, debugged)
 
 
-EXAMPLE = Heartbeat(0, "", 0)  # for the types of fields
-
-
 def read_heartbeat(content: bytes) -> Heartbeat | None:
-    """Parses a heartbeat from the store; None, as if none had arrived, if a field is absent or of
-    another type.
+    """Parses a heartbeat from the store; None, as if none had arrived, if it is not valid.
 
     Another version of titanlite or other software may write to the store. An invalid heartbeat must
     not end the thread that watches for hangs.
     """
     try:
-        beat = Heartbeat(**parse_json(content))
-        beat = replace(
-            beat, clock=float(beat.clock), limit=float(beat.limit), still=float(beat.still)
-        )
-        diagnosis = Diagnosis(**beat.diagnosis or {"message": "", "frozen": []})
-    except (ValueError, TypeError, OverflowError):
+        return typed(Heartbeat, parse_json(content))
+    except ValueError:
         return None
-    for name, value in vars(beat).items():
-        if type(value) is not type(getattr(EXAMPLE, name)):
-            return None
-    if type(diagnosis.message) is not str or type(diagnosis.frozen) is not list:
-        return None
-    if not all(type(rank) is int for rank in diagnosis.frozen):
-        return None
-    return beat

@@ -227,11 +227,11 @@ class Watchdog:
         if self.rank != 0:
             of_rank0, _ = heard[0]
             if of_rank0.diagnosis:
-                return Diagnosis(**of_rank0.diagnosis)
+                return of_rank0.diagnosis
         others = [beat.aged(self._clock - when, own) for beat, when in heard.values()]
         diagnosis = diagnose([own, *others], own, self.folder)
         if diagnosis is not None and self.rank == 0:
-            self.own = replace(own, diagnosis=asdict(diagnosis))
+            self.own = replace(own, diagnosis=diagnosis)
         return diagnosis
 
     def _end(self, diagnosis: Diagnosis) -> NoReturn:
