@@ -81,7 +81,11 @@ def test_a_model_that_computes_otherwise_is_refused(tmp_path, older):
         (tmp_path / name).write_bytes(content)
         entries[name] = FileEntry(len(content), digest_of(tmp_path / name))
     config = dataclasses.asdict(Config())
-    manifest = Manifest(1, True, "", "", {}, config, "", None, entries, {})
+    saved = dataclasses.asdict(Config())
+    group = {"pattern": "norm.*", "lr": None, "weight_decay": 0.0}
+    config["optimizer"]["groups"] = [group]
+    saved["optimizer"]["groups"] = [group | {"lr": -1.0}] if older else [group]  # absent, as before
+    manifest = Manifest(1, True, "", "", {}, saved, "", None, entries, {})
     section = CheckpointConfig()
 
     def resume(**changes: object) -> None:

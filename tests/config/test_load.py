@@ -337,7 +337,9 @@ def test_thousands_of_unknown_keys_take_seconds_not_minutes():
 @pytest.mark.parametrize("option", ["run.sample_tokens=0", "run.sample_prompt=def"])
 def test_the_keys_of_a_sample_at_the_end_are_refused_with_the_new_ones(option, toml):
     key, _, value = option.partition("=")
-    in_file = toml(f"[run]\n{key.removeprefix('run.')} = {value if value == '0' else repr(value)}\n")
+    in_file = toml(
+        f"[run]\n{key.removeprefix('run.')} = {value if value == '0' else repr(value)}\n"
+    )
     for arguments in (["debug", f"--{option}"], [in_file]):
         (problem,) = problems(*arguments)
         assert_mentions(problem, f"unknown key {key}", "validation.prompts", "prompt_tokens")

@@ -337,6 +337,10 @@ def _compatibility_settings(
         section, _, entry = name.partition(".")
         # A checkpoint may be older than the key; then runs did what the key's default does
         settings[name] = _as_json(config.get(section, {}).get(entry, key.default))
+    for group in settings["optimizer.groups"]:
+        for name in ("lr", "weight_decay"):
+            if group[name] == -1:  # absent, as older runs wrote it
+                group[name] = None
     if settings["lora.rank"] > 0:  # another value could leave out adapters that the checkpoint has
         targets = settings["lora.targets"].replace(",", " ").split()
         settings["lora.targets"] = ", ".join(sorted(targets))

@@ -21,7 +21,7 @@ class Key:
     name: str  # as training.steps; without the section for a key of a table
     # bool, int, float, str, tuple (a pair of numbers; the weights of a phase) or list
     kind: type
-    default: object  # None: absent, as for keys of [model], which then have the flavor's value
+    default: object  # None: absent, and the value is another key's or the flavor's
     help: str
     min: float | None
     max: float | None

@@ -332,9 +332,9 @@ class GroupConfig:
     """Parameters with other settings. A parameter belongs to the first group whose pattern fits."""
 
     pattern: str = key("", "glob pattern of parameter names, as in layers.*.attention.w?.weight")
-    lr: float = key(-1.0, "peak learning rate; -1: optimizer.lr", min=-1)
-    weight_decay: float = key(
-        -1.0, "weight decay; -1: by optimizer.weight_decay and optimizer.decayed", min=-1
+    lr: float | None = key(None, "peak learning rate; absent: optimizer.lr", min=0)
+    weight_decay: float | None = key(
+        None, "weight decay; absent: by optimizer.weight_decay and optimizer.decayed", min=0
     )
 
 

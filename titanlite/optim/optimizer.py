@@ -86,9 +86,9 @@ def _decay_and_rate(name: str, parameter: Tensor, config: OptimizerConfig) -> tu
     rate = config.lr
     for group in config.groups:
         if fnmatchcase(name, group.pattern):  # the first match decides
-            if group.weight_decay >= 0:  # negative means not set
+            if group.weight_decay is not None:
                 decay = group.weight_decay
-            if group.lr >= 0:
+            if group.lr is not None:
                 rate = group.lr
             break
     return decay, rate

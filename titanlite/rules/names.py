@@ -32,9 +32,6 @@ def optimizer_groups(config: Config, llama: LlamaConfig, degrees: dict[str, int]
     without_group = set(names)
     for number, group in enumerate(config.optimizer.groups, 1):
         key = f"optimizer.groups[{number}]"
-        for name, value in (("lr", group.lr), ("weight_decay", group.weight_decay)):
-            if -1 < value < 0:
-                yield f"{key}.{name} = {value}: expected at least 0, or -1 for that of the section"
         fitting = {name for name in names if fnmatchcase(name, group.pattern)}
         shown = f'{key}.pattern = "{group.pattern}"'
         if not group.pattern:

@@ -33,9 +33,9 @@ class Updates:
             if linear or options.decayed == "all":
                 decay = options.weight_decay
             groups = [group for group in options.groups if fnmatchcase(name, group.pattern)]
-            for group in groups[:1]:  # the first that matches; a negative value means unset
-                lr = group.lr if group.lr >= 0 else lr
-                decay = group.weight_decay if group.weight_decay >= 0 else decay
+            for group in groups[:1]:  # the first that matches
+                lr = lr if group.lr is None else group.lr
+                decay = decay if group.weight_decay is None else group.weight_decay
             if options.name == "muon" and name.startswith("layers.") and parameter.ndim >= 2:
                 self.muon.append((name, parameter, lr, decay))
             else:
