@@ -175,12 +175,14 @@ SETS_ATTRIBUTES = {
     "titanlite/tokenizer/bpe_fast.py": {"tokenizer.pre_tokenizer"},
     "titanlite/distributed/torch_private.py": {
         "info.buffer",
-        "ShardingPropagator._propagate_tensor_meta_non_cached",
         "Stage._inference_mode",
         "cpp_extension.TORCH_LIB_PATH",
         "dynamo.recompile_limit",
         "functorch.activation_memory_budget",
         "functorch.unsafe_treat_script_objects_as_zero_size",
+    },
+    "titanlite/tools/torch_private.py": {
+        "ShardingPropagator._propagate_tensor_meta_non_cached",
         "schedules._PipelineSchedule._warmup_p2p",
         "stage._PipelineStageBase._get_init_p2p_neighbors_ops",
     },

@@ -20,7 +20,6 @@ from titanlite.config.load import load_config
 from titanlite.config.schema import Config
 from titanlite.distributed.dtensor import local_part
 from titanlite.distributed.mesh import Mesh
-from titanlite.distributed.torch_private import join_pretended_group
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.parallel import expert_parallel
@@ -31,6 +30,7 @@ from titanlite.parallel.step import build_step_parts
 from titanlite.rules.check import check_layout
 from titanlite.tools.plan.recorder import Call, Recorder
 from titanlite.tools.plan.trace import count_step, take_step
+from titanlite.tools.torch_private import join_pretended_group
 
 CPU = torch.device("cpu")
 # A model whose numbers of rows differ, so that a picture cannot mix them up

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.flop_counter import flop_registry
 
 from titanlite.distributed import torch_private
+from titanlite.tools import torch_private as of_tools
 
 ROOT = Path(__file__).parents[2]
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -38,13 +39,15 @@ def private_names(path: Path) -> list[str]:
 
 
 def test_no_other_file_uses_a_private_name_of_torch():
-    using = {path.name: names for path in FILES if (names := private_names(path))}
-    assert set(using) == {"torch_private.py"}, using
+    using = {str(path.relative_to(ROOT)): names for path in FILES if (names := private_names(path))}
+    allowed = {f"titanlite/{room}/torch_private.py" for room in ("distributed", "tools")}
+    assert set(using) == allowed, using
 
 
-def test_each_function_names_the_releases_it_was_checked_on():
-    for name, function in vars(torch_private).items():
-        if getattr(function, "__module__", None) == torch_private.__name__:
+@pytest.mark.parametrize("module", [torch_private, of_tools])
+def test_each_function_names_the_releases_it_was_checked_on(module):
+    for name, function in vars(module).items():
+        if getattr(function, "__module__", None) == module.__name__:
             assert re.search(r"2\.1[135]", function.__doc__ or ""), name
 
 
@@ -104,21 +107,9 @@ def test_store_time_out_and_flight_recorder(pool):
     assert pool.run(2, store_and_timeout) == [(b"seen", True)] * 2
 
 
-def test_a_tensor_on_meta_knows_where_its_storage_lies(tmp_path):
-    torch.save([torch.arange(3.0), torch.arange(5)], tmp_path / "a.pt")
-    content = (tmp_path / "a.pt").read_bytes()
-    loaded = torch.load(tmp_path / "a.pt", map_location="meta", weights_only=True)
-    for tensor, saved in zip(loaded, (torch.arange(3.0), torch.arange(5)), strict=True):
-        begin = torch_private.checkpoint_offset(tensor)
-        assert content[begin:].startswith(saved.numpy().tobytes())
-
-
 def test_the_compilers_settings():
     torch_private.set_activation_memory_budget(0.5)
     torch_private.set_activation_memory_budget(1.0)
-    before = torch_private.num_compiled_graphs()
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    assert torch_private.num_compiled_graphs() == before + 1
     assert isinstance(torch_private.has_triton_package(), bool)
 
 

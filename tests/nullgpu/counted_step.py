@@ -108,8 +108,8 @@ def count_step(arguments: list[str]) -> None:
 
     import torch
 
-    from titanlite.distributed.torch_private import num_compiled_graphs
     from titanlite.runtime.phases import Phase, add_listener
+    from titanlite.tools.torch_private import num_compiled_graphs
     from train import run
 
     library = ctypes.CDLL(None)

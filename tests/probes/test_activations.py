@@ -14,11 +14,11 @@ from torch.nn.attention.bias import causal_lower_right
 
 from titanlite.config.schema import CompileConfig, DataConfig
 from titanlite.data.rows import Batch
-from titanlite.distributed.torch_private import num_compiled_graphs
 from titanlite.model.attention import document_mask
 from titanlite.model.llama import apply_rope
 from titanlite.probes import activations
 from titanlite.probes.activations import FIGURES, Activations, largest_logit
+from titanlite.tools.torch_private import num_compiled_graphs
 
 TOKENS = torch.randint(104, (4, 16), generator=torch.Generator().manual_seed(3))
 POSITIONS = torch.tensor([*range(5), *range(11)]).expand(4, -1)  # two documents

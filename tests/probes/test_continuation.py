@@ -13,9 +13,9 @@ from model_builder import EVEN, build_stages, small_model
 
 from titanlite.config.schema import CompileConfig, DataConfig, LossConfig
 from titanlite.data.rows import Batch
-from titanlite.distributed.torch_private import num_compiled_graphs
 from titanlite.model.generate import generate
 from titanlite.probes.continuation import Continuation
+from titanlite.tools.torch_private import num_compiled_graphs
 
 # Prompts of different lengths, more than a local batch
 PROMPTS = ("7 12 99", "", "1 2 3 4 5 6 7", "64 3", "50")

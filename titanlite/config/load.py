@@ -11,7 +11,6 @@ What it costs: nothing; no torch is imported, so a mistake is reported in a frac
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from titanlite.config.acceptable import accept_problems
 from titanlite.config.batch_sizes import size_problems
 from titanlite.config.budget import epoch_problems, in_steps
-from titanlite.config.keys import Key, all_keys, schema_keys
+from titanlite.config.keys import all_keys, schema_keys
 from titanlite.config.lists import data_problems, read_list, resolve_sources
 from titanlite.config.mistakes import (
     suggestion,

@@ -22,12 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.distributed.mesh import Mesh
-from titanlite.distributed.torch_private import (
-    fsdp_parameters,
-    group_name,
-    group_ranks,
-    storage_address,
-)
 from titanlite.runtime.phases import add_listener, remove_listener
 from titanlite.tools.explain.events import ACTIVATIONS, GRADIENTS, Event, Place
 from titanlite.tools.explain.module_path import ModulePath
@@ -38,6 +32,12 @@ from titanlite.tools.plan.recorder import (
     names_of,
     only_shapes,
     tensors_in,
+)
+from titanlite.tools.torch_private import (
+    fsdp_parameters,
+    group_name,
+    group_ranks,
+    storage_address,
 )
 
 ROOT = Path(__file__).parents[3]

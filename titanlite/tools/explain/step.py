@@ -22,7 +22,6 @@ from titanlite.config.schema import Config
 from titanlite.data.rows import Batch
 from titanlite.distributed.agreement import bitwise_or
 from titanlite.distributed.mesh import Mesh
-from titanlite.distributed.torch_private import join_pretended_group, pretended_tensors
 from titanlite.model.flavors import LlamaConfig
 from titanlite.observe.ranks import Ranks
 from titanlite.parallel.step import StepParts, Unmeasured, optimizer_step
@@ -36,6 +35,7 @@ from titanlite.tools.plan.trace import (
     local_zeros,
     watch,
 )
+from titanlite.tools.torch_private import join_pretended_group, pretended_tensors
 from titanlite.tools.verify.compare import make_batch, take_rows
 
 

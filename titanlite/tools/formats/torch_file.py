@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
-from titanlite.distributed.torch_private import checkpoint_offset
 from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.tools.formats.full_state import FullTensor, Part, Record
+from titanlite.tools.torch_private import checkpoint_offset
 
 # Upper bounds of what is read besides tensors
 DESCRIPTION = 1 << 24  # bytes of the archive's directory, headers and pickle

@@ -26,15 +26,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.distributed.dtensor import local_part
 from titanlite.distributed.mesh import Mesh
-from titanlite.distributed.torch_private import (
+from titanlite.runtime.phases import Phase, add_listener, remove_listener
+from titanlite.tools.plan.counts import Memory, equal_parts
+from titanlite.tools.torch_private import (
     AsyncCollectiveTensor,
     TorchDispatchMode,
     group_name,
     returns_a_view,
     storage_address,
 )
-from titanlite.runtime.phases import Phase, add_listener, remove_listener
-from titanlite.tools.plan.counts import Memory, equal_parts
 
 # Operators of process groups, and functional collectives -> kind
 KINDS = {

@@ -33,11 +33,6 @@ from titanlite.config.schema import Config
 from titanlite.data.rows import Batch
 from titanlite.distributed.dtensor import local_part
 from titanlite.distributed.mesh import Mesh
-from titanlite.distributed.torch_private import (
-    hide_shape_inference,
-    join_pretended_group,
-    pretended_tensors,
-)
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 from titanlite.parallel.parallelize import assign_shard, split_and_parallelize
@@ -54,6 +49,11 @@ from titanlite.tools.plan.counts import (
     equal_parts,
 )
 from titanlite.tools.plan.recorder import CATEGORIES, Recorder
+from titanlite.tools.torch_private import (
+    hide_shape_inference,
+    join_pretended_group,
+    pretended_tensors,
+)
 from titanlite.tools.verify.pool import Pool
 
 # What was counted -> number. The keys are those of `Recorder`, ("parameters",) and ("trained",).

@@ -36,7 +36,6 @@ from titanlite.data.order import dropout_keys
 from titanlite.data.rows import IGNORED, Batch
 from titanlite.distributed import process_group
 from titanlite.distributed.mesh import Mesh
-from titanlite.distributed.torch_private import num_compiled_graphs
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 from titanlite.optim.loss_scale import LossScale
@@ -47,6 +46,7 @@ from titanlite.parallel.parallelize import assign_shard, build_model_parts, free
 from titanlite.parallel.step import Unmeasured, build_step_parts, optimizer_step
 from titanlite.rules.check import check_layout
 from titanlite.rules.compiled import compiles_loss
+from titanlite.tools.torch_private import num_compiled_graphs
 from titanlite.tools.verify.routing import (
     Decisions,
     Routing,
