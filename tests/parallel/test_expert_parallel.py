@@ -12,13 +12,13 @@ from model_builder import EVEN, full, gradients, small_model
 from titanlite.config.load import load_config
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import FLAVORS, resolve_flavor
-from titanlite.model.shape_file import from_json
 from titanlite.parallel.expert_parallel import apply_ep
 from titanlite.parallel.parallelize import assign_shard
 from titanlite.rules.check import check_layout
 from titanlite.rules.degrees import AXES
 from titanlite.rules.unused import unused_settings
 from titanlite.runtime.errors import ConfigError
+from titanlite.tools.formats.shape_file import from_json
 
 EXPERTS = dataclasses.replace(EVEN, num_experts=4, experts_per_token=2, expert_ffn_dim=24)
 COUNTS = {  # rows for each expert, of rank 0 and of rank 1

@@ -113,7 +113,7 @@ class LlamaConfig:
         return self.num_parameters - self.num_layers * unused * 3 * self.dim * self.expert_ffn_dim
 
     def to_json(self) -> str:
-        """Writes the text of a model.json, which `shape_file.py` reads."""
+        """Writes the text of a model.json, which `tools/formats/shape_file.py` reads."""
         return json.dumps(asdict(self), indent=1)
 
 

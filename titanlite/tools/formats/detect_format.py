@@ -16,7 +16,6 @@ from pathlib import Path
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.config.mistakes import hub_advice, suggestion
 from titanlite.model.flavors import FLAVORS, LlamaConfig
-from titanlite.model.shape_file import from_json
 from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
 from titanlite.tools.formats import (
@@ -32,6 +31,7 @@ from titanlite.tools.formats.full_state import FullState, same_numbers
 from titanlite.tools.formats.safetensors_files import INDEX, WHOLE, read_folder, shards_of
 from titanlite.tools.formats.same_model import require_stated
 from titanlite.tools.formats.selection import NEWEST, Selection
+from titanlite.tools.formats.shape_file import from_json
 from titanlite.tools.formats.step_folder import is_step_folder, open_step
 
 logger = logging.getLogger("titanlite")

@@ -24,7 +24,6 @@ import torch
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig, RopeScaling
-from titanlite.model.shape_file import checked, sequence_length
 from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.tokenizer.kept_files import to_files
 from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
@@ -41,6 +40,7 @@ from titanlite.tools.formats.gguf_file import (
     package,
     stored_width,
 )
+from titanlite.tools.formats.shape_file import checked, sequence_length
 
 VERSIONS = (2, 3)
 # The format's types of values, by number: those of struct, text, and arrays

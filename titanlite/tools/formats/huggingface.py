@@ -19,7 +19,6 @@ from typing import Any
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig, block_shapes
-from titanlite.model.shape_file import sequence_length
 from titanlite.runtime.documents import read_json
 from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.typed_json import typed
@@ -31,6 +30,7 @@ from titanlite.tools.formats.huggingface_config import family_of, from_config
 from titanlite.tools.formats.huggingface_tokenizer import read_tokenizer
 from titanlite.tools.formats.safetensors_files import read_folder
 from titanlite.tools.formats.same_model import without_tables
+from titanlite.tools.formats.shape_file import sequence_length
 
 logger = logging.getLogger("titanlite")
 LAYER = {  # ours -> theirs

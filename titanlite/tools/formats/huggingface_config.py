@@ -21,9 +21,9 @@ from titanlite.model.flavors import (
     layer_numbers,
     layer_ranges,
 )
-from titanlite.model.shape_file import LARGEST, checked, sequence_length
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.typed_json import typed
+from titanlite.tools.formats.shape_file import LARGEST, checked, sequence_length
 
 # Family of transformers -> its class
 CLASSES = {

@@ -16,7 +16,6 @@ from typing import Any
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig, RopeScaling
-from titanlite.model.shape_file import checked
 from titanlite.runtime.documents import read_json
 from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.tools.formats.full_state import (
@@ -28,6 +27,7 @@ from titanlite.tools.formats.full_state import (
     same_numbers,
 )
 from titanlite.tools.formats.huggingface_tokenizer import companions_in, tokenizer_in
+from titanlite.tools.formats.shape_file import checked
 from titanlite.tools.formats.torch_file import Tree, read_tree
 from titanlite.tools.formats.torchtune_names import from_torchtune, is_torchtune
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig
-from titanlite.model.shape_file import LARGEST
 from titanlite.runtime.documents import read_json
 from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.typed_json import typed
@@ -23,6 +22,7 @@ from titanlite.tools.formats.adapters import lora_of, missing_adapters, require_
 from titanlite.tools.formats.full_state import About, FullState
 from titanlite.tools.formats.huggingface import LAYER, is_permuted
 from titanlite.tools.formats.safetensors_files import command_from_pickle, read_whole_file
+from titanlite.tools.formats.shape_file import LARGEST
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

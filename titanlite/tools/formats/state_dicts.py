@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from titanlite.model.shape_file import sequence_length
 from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
@@ -25,6 +24,7 @@ from titanlite.tools.formats.full_state import ORIGIN, About, FullState, FullTen
 from titanlite.tools.formats.huggingface_tokenizer import companions_in, tokenizer_in
 from titanlite.tools.formats.safetensors_files import WHOLE, command_from_pickle, read_whole_file
 from titanlite.tools.formats.same_model import without_tables
+from titanlite.tools.formats.shape_file import sequence_length
 from titanlite.tools.formats.step_folder import model_of
 from titanlite.tools.formats.torch_file import Tree, read_tree
 from titanlite.tools.formats.torchtune_names import from_torchtune, is_torchtune

@@ -16,11 +16,11 @@ from titanlite.checkpoint.folders import find_step_folder, list_steps, step_fold
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, read_manifest
 from titanlite.checkpoint.step_files import file_problems, read_file
 from titanlite.model.flavors import LlamaConfig
-from titanlite.model.shape_file import from_json, sequence_length
 from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.tools.formats.full_state import About, FullState, FullTensor
 from titanlite.tools.formats.huggingface_tokenizer import content_of
 from titanlite.tools.formats.safetensors_files import read_header
+from titanlite.tools.formats.shape_file import from_json, sequence_length
 
 
 def is_step_folder(path: Path) -> bool:

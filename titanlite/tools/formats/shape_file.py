@@ -2,8 +2,7 @@
 
 What it is: the values in a file may be of any type and size, so each is checked before memory is
 allocated.
-Why it is not in `flavors.py`: training takes the shape from its config. Only readers of
-checkpoints and of other software's files need this.
+Why it is not in `flavors.py`: training takes the shape from its config.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from titanlite.model.flavors import FLAVORS, LlamaConfig, RopeScaling
-from titanlite.model.shape_file import MOST_POSITIONS, from_json, sequence_length
+from titanlite.tools.formats.shape_file import MOST_POSITIONS, from_json, sequence_length
 
 IMPOSSIBLE = ["x", 0, -1, None, 10**400, float("inf"), float("nan"), [], {}, True, 1e308]
 
