@@ -159,7 +159,7 @@ def main(config: Config) -> int:
     time_waits(metrics.step_times, device)  # wraps torch's functions that wait for other ranks
     plan_check = PlanCheck(functools.partial(compare_with_plan, config, llama, device))
     probes = Probes(config.metrics, stages, noise_scale, metrics)
-    validator = Validator(config.validation, data, stream, stages, mesh, metrics)
+    validator = Validator(config.validation, data, stream, stages.evaluate, mesh, metrics)
     sampler = Sampler(
         config.validation, config.run.seed, tokenizer, facts.ends, stages, stream, metrics
     )

@@ -404,7 +404,7 @@ def test_the_core_trains_validates_and_resumes_without_the_tools(options, tmp_pa
 LOADED = """
 import json, sys
 from pathlib import Path
-from titanlite.optim import clip
+from titanlite.parallel import step
 import train
 
 root = Path(train.__file__).parent
@@ -415,7 +415,7 @@ def stop(*arguments):  # the first step's forward and backward are done
     print("LOADED", json.dumps(sorted(names)), flush=True)
     train.process_group.finish(0)
 
-clip.clip_grad_norm = stop
+step.clip_gradients = stop
 train.run(sys.argv[1:])
 """
 

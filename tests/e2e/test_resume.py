@@ -365,7 +365,9 @@ def test_a_run_that_always_diverges_renames_few_checkpoints(pool, arguments, tmp
 
 
 def train_on_nan(arguments: list[str]) -> int:
-    with mock.patch("titanlite.optim.clip.clip_grad_norm", return_value=torch.tensor(float("nan"))):
+    with mock.patch(
+        "titanlite.parallel.step.clip_gradients", return_value=torch.tensor(float("nan"))
+    ):
         return train_run(arguments)
 
 

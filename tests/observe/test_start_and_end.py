@@ -13,7 +13,7 @@ from runs import train_run, train_until
 
 import train
 from titanlite.observe.start_and_end import titanlite_command
-from titanlite.optim import clip
+from titanlite.parallel import step
 from titanlite.runtime import interpreter
 from titanlite.tools.report.run_data import read_run
 
@@ -61,12 +61,12 @@ def test_the_first_line_says_what_attention_is_within(pool, arguments, tmp_path,
 
 def diverge(arguments: list[str]) -> int:
     """train.py's `run`, whose gradient norm is NaN at step 3."""
-    original, steps = clip.clip_grad_norm, iter(range(1, 100))
-    clip.clip_grad_norm = lambda *values: original(*values) * (torch.nan if next(steps) == 3 else 1)
+    original, steps = step.clip_gradients, iter(range(1, 100))
+    step.clip_gradients = lambda *values: original(*values) * (torch.nan if next(steps) == 3 else 1)
     try:
         return train.run(arguments)
     finally:
-        clip.clip_grad_norm = original
+        step.clip_gradients = original
 
 
 def test_a_run_that_has_diverged_has_a_report(pool, arguments, tmp_path):

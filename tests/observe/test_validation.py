@@ -84,9 +84,7 @@ def test_the_first_forward_is_timed_for_the_eta(monkeypatch):
         time.sleep(next(seconds))
         return torch.zeros(())
 
-    validator.stages = SimpleNamespace(
-        evaluate=evaluate,
-    )
+    validator.evaluate = evaluate
     first: list[float] = []
     validator.metrics = SimpleNamespace(
         device=torch.device("cpu"), count_first_evaluation=first.append

@@ -19,7 +19,7 @@ from titanlite.checkpoint.folders import list_steps
 from titanlite.checkpoint.manager import Diverged
 from titanlite.config.schema import LossConfig, OptimizerConfig, TrainingConfig
 from titanlite.data.rows import Batch, count_targets
-from titanlite.optim.clip import clip_grad_norm
+from titanlite.optim.clip import clip_gradients
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.optimizer import build_optimizer
 
@@ -35,7 +35,7 @@ def scaled(model: Any, **training: Any) -> tuple[LossScale, Any]:
 def clip(loss_scale: LossScale, parts: list[Any], max_norm: float, shared: Any = ()) -> Any:
     """Between backward and update, as train.py does it; returns the norm."""
     loss_scale.unscale()
-    norm = clip_grad_norm(parts, max_norm, CPU, shared)
+    norm = clip_gradients(parts, max_norm, CPU, shared)
     loss_scale.judge(norm)
     return norm
 
@@ -247,7 +247,9 @@ def test_resume_is_bit_exact_through_overflows(pool, arguments, tmp_path):
 
 
 def diverge(arguments: list[str]) -> str:
-    with mock.patch("titanlite.optim.clip.clip_grad_norm", return_value=torch.tensor(float("nan"))):
+    with mock.patch(
+        "titanlite.parallel.step.clip_gradients", return_value=torch.tensor(float("nan"))
+    ):
         try:
             train_run(arguments)
         except Diverged as error:

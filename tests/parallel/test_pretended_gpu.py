@@ -44,7 +44,7 @@ from titanlite.data.to_device import to_device
 from titanlite.distributed.mesh import Mesh
 from titanlite.model import block_mask
 from titanlite.model.llama import Llama
-from titanlite.optim.clip import clip_grad_norm
+from titanlite.optim.clip import clip_gradients
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.stability import Guard
@@ -155,7 +155,7 @@ def one_step(guard: Path, config: Config, llama, device: torch.device = GPU) -> 
             for parameter in parts[0].parameters():
                 parameter.grad = torch.empty_like(parameter)
             factor = config.optimizer.agc_factor if config.optimizer.clip == "agc" else 0.0
-            norm = clip_grad_norm(parts, config.training.max_norm, device, agc_factor=factor)
+            norm = clip_gradients(parts, config.training.max_norm, device, agc_factor=factor)
             if step == 1 and device == GPU:
                 optimizer.found_inf = torch.ones((), device=device)
             optimizer.step()

@@ -13,7 +13,7 @@ from model_builder import EVEN, build_stages, small_model
 
 from titanlite.config.schema import OptimizerConfig
 from titanlite.data.rows import Batch
-from titanlite.optim.clip import clip_grad_norm
+from titanlite.optim.clip import clip_gradients
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.probes.layer_norms import FIGURES, LayerNorms
@@ -38,7 +38,7 @@ def rows_of_a_run(parallel: dict, tied: bool) -> list[dict[str, Any]]:
     for step in (1, 2, 3):
         metrics.progress.step = step
         stages.forward_backward(Batch(TOKENS[own, :-1], TOKENS[own, 1:]), torch.tensor(64))
-        clip_grad_norm(stages.model_parts, 0.5, device, stages.shared_params)
+        clip_gradients(stages.model_parts, 0.5, device, stages.shared_params)
         norms.before_update()
         optimizer.step()
         norms.after_update()

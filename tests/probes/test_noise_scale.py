@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from titanlite.config.schema import MetricsConfig
 from titanlite.data.rows import IGNORED, Batch, count_targets
-from titanlite.optim.clip import clip_grad_norm
+from titanlite.optim.clip import clip_gradients
 from titanlite.probes.noise_scale import NoiseScale
 
 
@@ -115,7 +115,7 @@ def noise_in_a_layout(
         for i, batch in enumerate(batches):
             stages.forward_backward(batch, num_targets, last=i == len(batches) - 1)
             noise.after_backward(i, len(batches), num_targets)
-        norm = clip_grad_norm(stages.model_parts, 0.0, torch.device("cpu"), stages.shared_params)
+        norm = clip_gradients(stages.model_parts, 0.0, torch.device("cpu"), stages.shared_params)
         optimizer.step()
         optimizer.zero_grad()
     return noise.columns()["noise_scale"], noise.averages.tolist(), float(norm)

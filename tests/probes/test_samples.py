@@ -49,7 +49,7 @@ def test_a_sample_is_one_line_whatever_it_contains(tmp_path, monkeypatch):
     text = "a\u2028b\nc\x85\x1b[2J"
     sampled = room_for([1])
     sampled.file = LineFile(tmp_path / SAMPLES)
-    monkeypatch.setattr(sampled, "continued", lambda stop: [text, ""])
+    monkeypatch.setattr(sampled.continuation, "texts", lambda *arguments: [text, ""])
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     shown: list[str] = []
     monkeypatch.setattr(logging.getLogger("titanlite"), "info", shown.append)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,12 +40,6 @@ class Sums(NamedTuple):
     num_bytes: int  # bytes that the targets encode
 
 
-class Evaluates(Protocol):
-    """The method of `Stages` that validation calls."""
-
-    def evaluate(self, batch: Batch) -> Tensor: ...
-
-
 class Validator:
     """Validates and logs the result through `metrics`; does nothing with `validation.freq = 0`."""
 
@@ -53,18 +48,19 @@ class Validator:
         config: ValidationConfig,
         data: list[PreparedData],
         stream: TrainStream,
-        stages: Evaluates,
+        evaluate: Callable[[Batch], Tensor],
         mesh: Mesh,
         metrics: Metrics,
     ) -> None:
-        """Batches are as large as those of `stream`.
+        """`evaluate`: returns this rank's part of the summed loss of a batch, which is as large as
+        those of `stream`.
 
         Raises ConfigError if a source has no held-out text.
         """
         self.config = config
         self.data = data
         self.stream = stream
-        self.stages = stages
+        self.evaluate = evaluate
         self.mesh = mesh
         self.metrics = metrics
         self.token_bytes = torch.tensor(data[0].tokenizer.token_bytes)
@@ -145,7 +141,7 @@ class Validator:
             targets = batch.labels[batch.labels != IGNORED]
             counts += torch.tensor([len(targets), int(self.token_bytes[targets].sum())])
             began = time.monotonic()
-            loss += self.stages.evaluate(batch.apply(lambda tensor: to_device(tensor, device)))
+            loss += self.evaluate(batch.apply(lambda tensor: to_device(tensor, device)))
             self.metrics.count_first_evaluation(time.monotonic() - began)
         num_targets, num_bytes = self.mesh.sum_counts(counts.to(device)).tolist()
         return Sums(float(self.mesh.sum_losses(loss)), num_targets, num_bytes)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.config.schema import OptimizerConfig
+from titanlite.distributed.agreement import is_alone
 from titanlite.distributed.dtensor import local_gradient, sum_of_squares
 from titanlite.distributed.torch_private import foreach_mul_
 from titanlite.model.llama import Llama
@@ -29,22 +29,8 @@ from titanlite.optim.agc import clip_units
 from titanlite.runtime.phases import Phase, mark_phase
 
 
-def clip_gradients(
-    parts: Sequence[Llama],
-    max_norm: float,
-    options: OptimizerConfig,
-    device: torch.device,
-    shared_params: Collection[Tensor],
-) -> Tensor:
-    """Clips gradients as `optimizer.clip` says; returns their norm, as `clip_grad_norm` does."""
-    agc_factor = 0.0
-    if options.clip == "agc":
-        agc_factor = options.agc_factor
-    return clip_grad_norm(parts, max_norm, device, shared_params, agc_factor)
-
-
 @torch.no_grad()
-def clip_grad_norm(
+def clip_gradients(
     parts: Sequence[Llama],
     max_norm: float,
     device: torch.device,
@@ -67,7 +53,7 @@ def clip_grad_norm(
                 parameters.append(parameter)
                 pairs.append((parameter, parameter.grad))
     total = sum_of_squares(pairs, shared_params, device)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if not is_alone():
         dist.all_reduce(total)
     norm = total.sqrt().float()
     if agc_factor > 0:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from titanlite.config.schema import Config, OptimizerConfig
+from titanlite.config.schema import Config
 from titanlite.data.rows import Batch, count_targets
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.distributed.mesh import Mesh
@@ -42,7 +42,7 @@ class StepParts:
 
     device: torch.device
     max_norm: float  # training.max_norm
-    options: OptimizerConfig  # [optimizer]: how gradients are clipped
+    agc_factor: float  # limits each unit's gradient instead (optim/agc.py); 0: max_norm counts
     stages: Stages  # forward and backward of this rank's parts of the model
     optimizer: torch.optim.Optimizer
     schedule: Schedule
@@ -61,10 +61,11 @@ def build_step_parts(
     """
     optimizer = build_optimizer(model_parts, config.optimizer, config.parallel.optimizer_offload)
     scaler = LossScale(config.training, optimizer, device)
+    agc_factor = config.optimizer.agc_factor if config.optimizer.clip == "agc" else 0.0
     return StepParts(
         device=device,
         max_norm=config.training.max_norm,
-        options=config.optimizer,
+        agc_factor=agc_factor,
         stages=Stages(model_parts, config, mesh, device, compiled),
         optimizer=optimizer,
         schedule=Schedule(optimizer, config.schedule, config.optimizer.lr, config.training.steps),
@@ -147,7 +148,7 @@ def optimizer_step(
     loss = torch.where(num_targets > 0, loss, math.nan)  # a mean over nothing is undefined
     scaler.unscale()
     grad_norm = clip_gradients(
-        stages.model_parts, parts.max_norm, parts.options, parts.device, stages.shared_params
+        stages.model_parts, parts.max_norm, parts.device, stages.shared_params, parts.agc_factor
     )
     scaler.judge(grad_norm)  # an overflow withholds the update and halves the scale
     lr = parts.schedule.set_lr(step)

@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 
 from titanlite.data.rows import Batch
 from titanlite.data.to_device import to_device
+from titanlite.distributed.agreement import is_alone
 from titanlite.distributed.mesh import sum_dtype
 from titanlite.observe.metrics import Metrics
 from titanlite.parallel.stages import Stages
@@ -93,7 +94,7 @@ class Activations:
         finally:
             for handle in handles:
                 handle.remove()
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if not is_alone():
             # Ranks differ in tokens (dp, cp, tp), in blocks (pp) or in heads (tp).
             dist.all_reduce(self._sums)
             dist.all_reduce(self._largest, dist.ReduceOp.MAX)

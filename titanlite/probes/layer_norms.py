@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanlite.distributed.agreement import is_alone
 from titanlite.distributed.dtensor import local_part, sum_of_squares
 from titanlite.observe.metrics import Metrics
 from titanlite.parallel.stages import Stages
@@ -77,7 +78,7 @@ class LayerNorms:
             column = self.layers.index(layer)
             for row, pairs in enumerate((gradients, weights, updates)):
                 squares[row, column] = sum_of_squares(pairs, self.shared_params, squares.device)
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if not is_alone():
             dist.all_reduce(squares)
         gradient, weight, update = squares.sqrt()
         self._write(torch.stack((gradient, weight, update / weight)).tolist())

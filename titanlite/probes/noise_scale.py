@@ -33,6 +33,7 @@ from torch import Tensor
 from titanlite.config.schema import MetricsConfig
 from titanlite.data.rows import Batch, count_targets
 from titanlite.data.to_device import to_device
+from titanlite.distributed.agreement import is_alone
 from titanlite.distributed.dtensor import sum_of_squares
 from titanlite.distributed.mesh import sum_dtype
 from titanlite.observe.metrics import Progress
@@ -110,7 +111,7 @@ class NoiseScale:
 
     def _measure_large(self, num_targets: Tensor) -> None:
         squares = torch.stack([self._small, self._square()])
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if not is_alone():
             dist.all_reduce(squares)
         # The gradients still have float16's loss scale, so their squares have its square
         squares = squares / self.scaler.scale.double().square()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Set
 
 import torch.distributed as dist
 
@@ -76,7 +76,13 @@ class Sampler:
         """Samples with the current weights; logs nothing if a signal has arrived on any rank."""
         if not self.prompts:
             return
-        continuations = self.continued(requests.agree_to_stop)
+        continuations = self.continuation.texts(
+            self.prompts,
+            self.config.prompt_tokens,
+            self.config.prompt_temperature,
+            self.seed,
+            requests.agree_to_stop,
+        )
         if continuations is None:
             return
         step = self.metrics.progress.step
@@ -92,16 +98,3 @@ class Sampler:
             logger.info(f'step {step}: sample "{beginning}" + "{continuation}"{end}')
             if dist.get_rank() == 0:
                 self.file.append(json.dumps({"step": step, "prompt": prompt, "text": text}))
-
-    def continued(self, stop: Callable[[], bool]) -> list[str] | None:
-        """Continues each prompt, with the same result on all ranks.
-
-        Returns None if `stop` returns true, which it does on all ranks or on none.
-        """
-        return self.continuation.texts(
-            self.prompts,
-            self.config.prompt_tokens,
-            self.config.prompt_temperature,
-            self.seed,
-            stop,
-        )
