@@ -7,9 +7,7 @@ computes from it the gradients of the hidden states and of the projection. The l
 backward only multiplies these by the factor that it receives.
 What it costs: nothing is computed twice. Memory: with n chunks 1/n of the logits; fp32 copy,
 log-softmax and gradient of one block (12 bytes for each of its logits); and the gradients
-of the hidden states and of the projection (fp32) until the backward. Under tensor parallel the
-hidden states (B, S, D) are all-gathered, as they are for an output layer. The last FSDP unit keeps
-its weights gathered after the forward, since the loss uses them.
+of the hidden states and of the projection (fp32) until the backward.
 Bits: the gradient of a block's logits has those of the loss at once. The loss and the projection's
 gradient are sums over tokens, here sums of the chunks' sums, and the factor is multiplied last: so
 they differ by rounding. `rules/loss_chunks.py` chooses the number of chunks.
@@ -18,49 +16,14 @@ they differ by rounding. `rules/loss_chunks.py` chooses the number of chunks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from titanlite.optim.loss import SummedLoss
 from titanlite.rules.loss_chunks import BLOCK_NUMEL, CPU_BLOCK_NUMEL
-
-
-class OutputWeight(Protocol):
-    """The output layer of a model that returns hidden states."""
-
-    @property
-    def projection(self) -> Tensor:
-        """Returns the matrix (V, D), or this rank's rows of it as a DTensor."""
-
-
-class ChunkedLoss:
-    """The summed loss of hidden states (B, S/tp, D) and labels (B, S), equal on all ranks of tp."""
-
-    def __init__(
-        self, output: OutputWeight, num_chunks: int, loss: SummedLoss, mesh: DeviceMesh
-    ) -> None:
-        """`loss`: the function of logits (B, S, V/tp) and labels; `mesh`: the tp axis."""
-        self.output = output
-        self.num_chunks = num_chunks
-        self.loss = loss
-        self.mesh = mesh
-
-    def __call__(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        weight = self.output.projection
-        if self.mesh.size() > 1:
-            sharded = DTensor.from_local(hidden, self.mesh, [Shard(1)])
-            gathered = sharded.redistribute(placements=[Replicate()])
-            # Each rank has logits for its part of the vocabulary, so its gradient of `hidden` is
-            # one term of a sum.
-            hidden = gathered.to_local(grad_placements=[Partial()])  # (B, S, D)
-            assert isinstance(weight, DTensor)
-            weight = weight.to_local()  # (V/tp, D)
-        return chunked_cross_entropy_sum(hidden, weight, labels, self.num_chunks, self.loss)
 
 
 def chunked_cross_entropy_sum(

@@ -3,6 +3,9 @@
 What it is: parameters keep their names and their modules, while the computation moves elsewhere.
 With `loss.num_chunks` the model returns hidden states, and the loss computes the output projection
 (`optim/chunked_loss.py`).
+What it costs: under tensor parallel the hidden states (B, S, D) are all-gathered, as they are for
+an output layer. The last FSDP unit keeps its weights gathered after the forward, since the loss
+uses them.
 """
 
 from __future__ import annotations
@@ -10,6 +13,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from titanlite.optim.chunked_loss import chunked_cross_entropy_sum
+from titanlite.optim.loss import SummedLoss
 
 if TYPE_CHECKING:
     from titanlite.model.llama import Llama
@@ -50,3 +58,28 @@ def defer_output(model: Llama) -> None:
     """Replaces the output layer, if this part of the model has one."""
     if not isinstance(model.output, nn.Identity):
         model.output = DeferredOutput(model.output)
+
+
+class ChunkedLoss:
+    """The summed loss of hidden states (B, S/tp, D) and labels (B, S), equal on all ranks of tp."""
+
+    def __init__(
+        self, output: DeferredOutput, num_chunks: int, loss: SummedLoss, mesh: DeviceMesh
+    ) -> None:
+        """`loss`: the function of logits (B, S, V/tp) and labels; `mesh`: the tp axis."""
+        self.output = output
+        self.num_chunks = num_chunks
+        self.loss = loss
+        self.mesh = mesh
+
+    def __call__(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        weight = self.output.projection
+        if self.mesh.size() > 1:
+            sharded = DTensor.from_local(hidden, self.mesh, [Shard(1)])
+            gathered = sharded.redistribute(placements=[Replicate()])
+            # Each rank has logits for its part of the vocabulary, so its gradient of `hidden` is
+            # one term of a sum.
+            hidden = gathered.to_local(grad_placements=[Partial()])  # (B, S, D)
+            assert isinstance(weight, DTensor)
+            weight = weight.to_local()  # (V/tp, D)
+        return chunked_cross_entropy_sum(hidden, weight, labels, self.num_chunks, self.loss)

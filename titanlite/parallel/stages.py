@@ -22,11 +22,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from titanlite.config.schema import Config
 from titanlite.data.rows import Batch
 from titanlite.distributed.mesh import Mesh
-from titanlite.optim.chunked_loss import ChunkedLoss
 from titanlite.optim.loss import SummedLoss, cross_entropy_sum
 from titanlite.optim.z_loss import with_z_loss
 from titanlite.parallel.context_parallel import BatchSharder
-from titanlite.parallel.deferred_output import DeferredOutput
+from titanlite.parallel.deferred_output import ChunkedLoss, DeferredOutput
 from titanlite.parallel.pipeline_parallel import (
     build_pipeline,
     shared_params,

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import SequenceParallel
 
 from titanlite.distributed import dtensor
-from titanlite.optim import chunked_loss
-from titanlite.parallel import lora, tensor_parallel
+from titanlite.parallel import deferred_output, lora, tensor_parallel
 from titanlite.parallel.lora import LoRALinear
 from titanlite.parallel.tensor_parallel import SEQUENCE_SHARD, block_plan
 from titanlite.tools.faults.fault import Fault, replaced
@@ -57,7 +56,7 @@ def partial_sums_not_reduced() -> AbstractContextManager[None]:
 
 
 def chunked_gradient_not_reduced() -> AbstractContextManager[None]:
-    return replaced(chunked_loss, "Partial", Replicate)
+    return replaced(deferred_output, "Partial", Replicate)
 
 
 def adapter_gradient_not_reduced() -> AbstractContextManager[None]:
