@@ -80,11 +80,11 @@ def prepared_folders(section: DataConfig, tokenizer: Tokenizer) -> list[Path]:
 
 def frozen_fingerprint(config: Config) -> str:
     """Computes the fingerprint of the weights under adapters; empty without adapters."""
-    path = config.checkpoint.initial_load
-    if config.lora.rank == 0 or not path:
+    if config.lora.rank == 0:
         return ""
+    path = Path(config.checkpoint.initial_load)
     adopt = require("formats.adopt", "checkpoint.initial_load")
-    return broadcast_from_rank0(lambda: str(adopt.fingerprint_of(Path(path))))
+    return broadcast_from_rank0(lambda: str(adopt.fingerprint_of(path)))
 
 
 def load_initial_weights(
@@ -101,11 +101,6 @@ def load_initial_weights(
     """
     path = config.checkpoint.initial_load
     adapted = config.lora.rank > 0
-    if adapted and not path:
-        raise ConfigError(
-            f"lora.rank = {config.lora.rank}: adapters are added to a trained model; expected its "
-            "path in checkpoint.initial_load"
-        )
     if path and (adapted or not resumed):
         state = ModelState(model_parts, is_frozen if adapted else every_name)
         weights = require("formats.load_weights", "checkpoint.initial_load")

@@ -18,6 +18,11 @@ def require_initial_load(config: Config) -> None:
     A run that has a checkpoint needs them only under adapters.
     """
     path = config.checkpoint.initial_load
+    if config.lora.rank > 0 and not path:
+        raise ConfigError(
+            f"lora.rank = {config.lora.rank}: adapters are added to a trained model; expected its "
+            "path in checkpoint.initial_load"
+        )
     saved = Path(config.run.folder, config.run.name, "checkpoints").glob("step-*")
     is_needed = config.lora.rank > 0 or not any(saved)
     if path and is_needed and not Path(path).exists():
