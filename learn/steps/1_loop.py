@@ -123,7 +123,7 @@ if __name__ == "__main__":
 
 # With torch, and in titanlite:
 #   AdamW       torch.optim.AdamW(fused=True)      titanlite/optim/optimizer.py: build_optimizer
-#   clip        torch.nn.utils.clip_grad_norm_     titanlite/optim/clip.py: clip_grad_norm
+#   clip        torch.nn.utils.clip_grad_norm_     titanlite/optim/clip.py: clip_gradients
 #   the loss    F.cross_entropy(reduction="sum")   titanlite/optim/loss.py: cross_entropy_sum
 #   the rate    torch.optim.lr_scheduler.LambdaLR  titanlite/optim/schedule.py: lr_factor
 #   train_step  no call: the program has the order  train.py: main

@@ -117,4 +117,4 @@ if __name__ == "__main__":
 #   Zero1     torch.distributed.optim.ZeroRedundancyOptimizer, which divides by whole parameters.
 #             titanlite divides everything; with reshard_after_forward = "never" parameters stay
 #             whole until the end of the backward     titanlite/parallel/fsdp.py: _reshard
-#   the norm  torch.nn.utils.get_total_norm           titanlite/optim/clip.py: clip_grad_norm
+#   the norm  torch.nn.utils.get_total_norm           titanlite/optim/clip.py: clip_gradients

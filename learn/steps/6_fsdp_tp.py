@@ -115,5 +115,5 @@ if __name__ == "__main__":
 # With torch, and in titanlite:
 #   build_mesh     torch.distributed.init_device_mesh  titanlite/distributed/mesh.py: Mesh
 #   parallelize    parallelize_module, fully_shard  titanlite/parallel/parallelize.py: parallelize
-#   gradient_norm  DTensor.full_tensor of the norm     titanlite/optim/clip.py: clip_grad_norm
+#   gradient_norm  DTensor.full_tensor of the norm     titanlite/optim/clip.py: clip_gradients
 #   holders        the placements of a DTensor         titanlite/distributed/dtensor.py: num_holders

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -31,8 +30,7 @@ def divided_by_microbatches() -> AbstractContextManager[None]:
 
 
 def clipped_per_stage() -> AbstractContextManager[None]:
-    alone = SimpleNamespace(is_initialized=lambda: False)
-    return replaced(clip, "dist", alone)
+    return replaced(clip, "is_alone", lambda: True)
 
 
 PIPELINE_FAULTS = (
