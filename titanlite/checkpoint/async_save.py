@@ -2,8 +2,8 @@
 
 What it is: a save in two parts. Staging copies the state into host memory during the next forward
 and backward, which read parameters and optimizer state but do not change them; the loop waits for
-the copy before the optimizer step. Then a thread calls `dcp.save` with the copy, in a process group
-of its own. At most one save is in progress.
+the copy before the optimizer step. Then a thread calls `dcp.save` with the copy, in a
+separate process group. At most one save is in progress.
 
     disabled       the loop waits for the whole save; on CUDA the state is first copied to the host
     async          copies into new memory, which is freed after the save

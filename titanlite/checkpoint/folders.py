@@ -39,7 +39,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def list_steps(folder: Path) -> list[int]:
-    """Steps of the committed checkpoints in a `checkpoints` folder, ascending."""
+    """Lists the steps of the committed checkpoints in a `checkpoints` folder, ascending."""
     steps = []
     for path in folder.glob("step-*"):
         match = re.fullmatch(r"step-(\d{1,18})", path.name)

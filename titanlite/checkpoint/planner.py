@@ -340,7 +340,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         return dataclasses.replace(new_plan, items=items)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """This rank's part of a tensor."""
+        """Returns this rank's part of a tensor."""
         return self._locals[index.fqn]
 
     def release(self) -> None:
@@ -489,7 +489,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         return dataclasses.replace(new_plan, items=self._items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """This rank's part of a tensor."""
+        """Returns this rank's part of a tensor."""
         return self._locals[index.fqn]
 
 

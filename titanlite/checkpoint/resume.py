@@ -155,6 +155,7 @@ def newest_usable(
         candidates = _candidates(folder, steps, load_step, retention)
     for step in reversed(candidates):
         path = step_folder(folder, step)
+        # An unusable one is renamed, so that the next start does not verify it again
         manifest = _usable(path)
         if manifest:
             return path, manifest
@@ -282,6 +283,7 @@ def require_compatible(
     now = _compatibility_settings(config, files, samples)
     changed = []
     for key, value in now.items():
+        # What the checkpoint does not have cannot contradict: a field that is newer than it
         if was.get(key, value) != value and key not in section.accepted:
             changed.append(key)
     if not changed:

@@ -173,6 +173,7 @@ class StepWriter(StorageWriter):
             tensors=tensor_entries(metadata, self.planner.writers),
             **self.facts._asdict(),
         )
+        # The last file: it names all others with their hashes
         write_synced(self.temporary / NAME, to_text(manifest).encode())
         folders.publish(self.temporary, self.final)
         self.manifest = manifest

@@ -109,7 +109,7 @@ def _append(ramp: list[Segment], change: Change, seq_len: int) -> None:
         if step > last.step:
             sample = last.sample + (step - last.step) * last.size
             ramp.append(Segment(step, sample, size, threshold or sample))
-        elif last is not begin:
+        elif last is not begin:  # the part before takes no step: this one replaces it
             ramp[-1] = last._replace(size=size, begin=threshold or last.begin)
 
 
@@ -165,6 +165,7 @@ def size_problems(training: TrainingConfig, readers: int = 0) -> Iterator[str]:
     wrong = [number for number, size in enumerate(sizes) if size % portion]
     if not wrong:
         return
+    # The first size is that of the key, later ones are the ramp's
     key = "training.batch_ramp: the size" if wrong[0] else "training.global_batch_size ="
     size = sizes[wrong[0]]
     later = f" (and {len(wrong) - 1} later sizes)" if len(wrong) > 1 else ""

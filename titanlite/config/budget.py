@@ -145,6 +145,7 @@ def _decay_in_steps(schedule: ScheduleConfig, training: TrainingConfig) -> Sched
     decayed_samples = math.ceil(Fraction(schedule.decay_tokens, training.seq_len))
     before = samples_after(training, 0, training.steps) - decayed_samples
     first = steps_for(training, max(0, before))
+    # `steps_for` rounds up, and the decay must have all of its tokens
     if before <= 0 or samples_after(training, 0, first) > before:
         first = max(0, first - 1)
     return dataclasses.replace(

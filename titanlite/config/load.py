@@ -48,7 +48,7 @@ REMOVED: dict[str, tuple[str, tuple[object, ...]]] = {
     "validation.answer_tokens": (SCORES, (32, "32")),
     "validation.answer_end": (SCORES, ("",)),
 }
-# In older configs these values mean the flavor's value; now the key is absent instead
+# In configs of older runs these values mean that the key is absent
 ABSENT: dict[str, object] = {
     "model.dim": 0,
     "model.num_layers": 0,
@@ -150,6 +150,7 @@ def load_config(argv: list[str], configs: Path = CONFIGS) -> Config:
         raise ConfigError(problems)
 
     config = build(values)
+    # Values that fit alone may not fit together
     problems = contradictions(config)
     if problems:
         raise ConfigError(problems)

@@ -136,7 +136,7 @@ class Watchdog:
         text = f'"{phase.text}"'
         if phase.in_step:
             text = f"{text} of step {step}"
-            if self._first_step == 0:
+            if self._first_step == 0:  # not 1 in a run that has resumed
                 self._first_step = step
             compiles = step == self._first_step or step in self.compiling_steps
             if not compiles and self.config.step_timeout_seconds < limit:

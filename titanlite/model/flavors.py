@@ -371,7 +371,7 @@ def _resolve_window(section: ModelConfig, config: LlamaConfig) -> LlamaConfig:
 
 
 def without_unused_experts(config: LlamaConfig) -> LlamaConfig:
-    """A dense model has no sizes of experts, so that two configs of one model are equal."""
+    """Removes the sizes of experts from a dense model, so that its configs are equal."""
     if config.num_experts:
         return config
     return replace(config, experts_per_token=0, expert_ffn_dim=0)

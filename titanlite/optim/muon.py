@@ -116,6 +116,7 @@ class Muon(torch.optim.Optimizer):
         for matrix, direction in zip(matrices, directions, strict=True):
             weight = local_part(matrix)
             new = weight.float() * (1 - rate * group["weight_decay"])
+            # With parallel.cpu_offload the weight is in CPU memory
             new.sub_(direction.to(weight.device), alpha=step_size)
             _assign(weight, new, found_inf)
 

@@ -97,7 +97,7 @@ def _place(
 
 
 def local_weight(layer: nn.Module) -> Tensor:
-    """This rank's part of a weight, in the dtype in which it computes."""
+    """Returns this rank's part of a weight, in the dtype in which it computes."""
     weight = layer.weight
     assert isinstance(weight, DTensor)
     # Ranks along tp compute different tokens with the same weight: a gradient is a term of a sum

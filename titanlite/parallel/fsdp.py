@@ -106,6 +106,7 @@ def apply_fsdp(
         axes = ("dp_replicate", "expert_shard") if replicated else "expert_shard"
         of_experts = options | {"mesh": mesh[axes]}
         mixtures = [block.get_submodule("feed_forward.experts") for block in model.layers.values()]
+    # Before the blocks that contain them: a unit takes the parameters that no inner unit has
     for experts in mixtures:
         reshard = _reshard(config, mesh, last=False)
         fully_shard(experts, reshard_after_forward=reshard, **of_experts)

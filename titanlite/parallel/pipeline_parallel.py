@@ -276,6 +276,7 @@ def sum_shared_gradients(params: list[Tensor], mesh: DeviceMesh) -> None:
         local = gradients[0].to(mesh.device_type)  # NCCL cannot send from the CPU
         group = mesh.get_group()
         received = torch.empty_like(local)
+        # The copies are on the first and the last rank of the axis
         peer = dist.get_global_rank(group, mesh.size() - 1 - mesh.get_local_rank())
         exchange = [
             dist.P2POp(dist.isend, local, peer, group),

@@ -65,11 +65,11 @@ def balanced_split(weights: list[int], num_stages: int) -> list[int]:
     sums = [0, *itertools.accumulate(weights)]  # sums[i]: the sum of weights[:i]
 
     def first_index(begin: int) -> int:
-        """Index in `weights` where a stage with first block `begin` begins: block i is i + 1."""
+        """Returns where in `weights` a stage with the first block `begin` begins."""
         return begin + 1 if begin > 0 else 0
 
     def cost(begin: int, end: int) -> int:
-        """The cost of a stage with blocks begin .. end - 1 and the model's ends next to them."""
+        """Sums the weights of blocks begin .. end - 1, and of the model's ends next to them."""
         end_index = len(weights) if end == blocks else end + 1
         return sums[end_index] - sums[first_index(begin)]
 

@@ -185,7 +185,8 @@ class Stages:
                 per_token["documents"] = torch.zeros_like(batch.tokens)  # (B, S)
             if batch.positions is not None and part.positions is not None:
                 per_token["positions"] = part.positions  # (B, S/cp)
-                per_token["documents"] = (batch.positions == 0).cumsum(dim=1)  # (B, S)
+                # (B, S): a document starts at position 0
+                per_token["documents"] = (batch.positions == 0).cumsum(dim=1)
             if part.dropout_keys is not None:
                 per_token["dropout_keys"] = part.dropout_keys  # (B, S/cp)
             yield Inputs(part.tokens, part.labels, per_token)

@@ -144,6 +144,7 @@ def apply_tp(model: Llama, mesh: DeviceMesh, async_tp: bool) -> None:
         # such a tensor computes a wrong gradient for the embedding (torch 2.13); a copy waits for
         # it.
         model.tok_embeddings.register_forward_hook(lambda module, args, output: output.clone())
+    # torch has no style for a module that only holds a weight; it is cut by vocabulary too
     for end in (model.tok_embeddings, model.output):
         if isinstance(end, WeightHolder):
             for name, weight in end.named_parameters():

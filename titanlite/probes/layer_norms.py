@@ -74,6 +74,7 @@ class LayerNorms:
                 if parameter.grad is not None:
                     gradients.append((parameter, parameter.grad))
                 updates.append((parameter, local_part(parameter) - old))
+            # The weights before the update: the ratio compares an update with what it changes
             weights = list(zip(parameters, before, strict=True))
             column = self.layers.index(layer)
             for row, pairs in enumerate((gradients, weights, updates)):

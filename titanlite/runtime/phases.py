@@ -1,8 +1,8 @@
 """Phases of a run: the main thread's current activity, for the watchdog and for step times.
 
 What it is: components call `mark_phase` where a phase begins; it lasts until the next mark. The
-watchdog listens to tell progress from a hang, and names the phase in its message. Step times listen
-to book the time between two marks to a part of the step.
+watchdog listens, to distinguish progress from a hang, and names the phase in its message. Step
+times listen, and add the time between two marks to a part of the step.
 Why it is here: all properties of a phase are in one table, so a reworded text changes no column of
 metrics.jsonl, and no phase can lack a property.
 What it costs: a call per listener and mark, under a microsecond on CPU.
@@ -35,7 +35,7 @@ class Phase(Enum):
     """All phases, with their properties.
 
     text: its name in messages.
-    part: the part of a step to which its time is booked.
+    part: the part of a step that its time is added to.
     in_step: it belongs to a training step, and has the shorter time-out of steps.
     on_host: it does not wait for a GPU, so CPU time means progress.
     times_only: the watchdog does not count it. The hang diagnosis counts all other phases, so all

@@ -98,6 +98,7 @@ class Feed(threading.Thread):
 
     def run(self) -> None:
         while True:
+            # Read before the rows: all that were written until then are sent in this round
             stopping = self._stopping.is_set()
             pause = PERIOD
             try:
