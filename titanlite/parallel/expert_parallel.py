@@ -72,8 +72,11 @@ def apply_ep(model: Llama, mesh: Mesh) -> None:
     Without both it changes nothing.
     """
     # Experts are whole on each rank of tp: their mesh has that axis so that gradients are summed
-    axes = ("ep", "tp") if mesh.ep > 1 else ("tp",)
-    placements = [Shard(0), Replicate()] if mesh.ep > 1 else [Replicate()]
+    axes: tuple[str, ...] = ("tp",)
+    placements: list[Placement] = [Replicate()]
+    if mesh.ep > 1:
+        axes = ("ep", "tp")
+        placements = [Shard(0), Replicate()]
     for block in model.layers.values():
         moe = block.feed_forward
         assert isinstance(moe, MixtureOfExperts)
