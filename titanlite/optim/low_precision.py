@@ -123,7 +123,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             local_part(tensor) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])
         ]
         local.append(local_gradient(parameter))
-        if not all(tensor.is_contiguous() for tensor in local):
+        if not all(tensor.is_contiguous() for tensor in local):  # no view as one row: in one piece
             return [tuple(local)]
         parts = [tensor.view(-1).split(CHUNK_NUMEL) for tensor in local]
         return list(zip(*parts, strict=True))

@@ -74,7 +74,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             local_part(state[name]).copy_(local_part(value), non_blocking=True)
         else:
             state[name] = value.to("cpu", copy=True)
-            if value.is_cuda:
+            if value.is_cuda:  # `data`, since a DTensor has no method that pins its part
                 local = local_part(state[name])
                 local.data = local.pin_memory()
 

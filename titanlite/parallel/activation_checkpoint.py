@@ -23,10 +23,12 @@ the block's weights anyway.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -59,21 +61,25 @@ def apply_ac(model: Llama, config: RecomputeConfig) -> None:
     """Replaces the forward of every n-th block, for `full` and `selective`."""
     if config.mode in ("none", "memory_budget"):
         return
-    recompute: Any = functools.partial(functools.partial, checkpoint, use_reentrant=False)
     for name, block in model.layers.items():
         if int(name) % config.every != 0:
             continue
         if config.mode == "full":
-            block.forward = recompute(block.forward)
+            block.forward = recomputed(block.forward)
             if config.offload:
                 block.forward = offload_input(block.forward)
         elif model.config.num_experts:
             attention = block.get_submodule("attention")
-            attention.forward = recompute(attention.forward, context_fn=_selective_contexts)
+            attention.forward = recomputed(attention.forward, context_fn=_selective_contexts)
             mixture = block.get_submodule("feed_forward")
-            mixture.forward = recompute(mixture.forward)
+            mixture.forward = recomputed(mixture.forward)
         else:
-            block.forward = recompute(block.forward, context_fn=_selective_contexts)
+            block.forward = recomputed(block.forward, context_fn=_selective_contexts)
+
+
+def recomputed(forward: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+    """Wraps a forward whose activations are dropped; `options` are those of `checkpoint`."""
+    return functools.partial(checkpoint, forward, use_reentrant=False, **options)
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

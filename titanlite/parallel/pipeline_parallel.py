@@ -93,6 +93,7 @@ def _keep_modules(model: Llama, names: list[str]) -> Llama:
             del part.layers[name]
     for name in {"tok_embeddings", "norm", "output"} - set(names):
         if name == "tok_embeddings" and "output" in names and part.config.tied_embeddings:
+            # A tied output needs the weight, though the first stage looks tokens up in its own copy
             part.tok_embeddings = WeightHolder(part.tok_embeddings.get_parameter("weight"))
             part.output = type(part.output)(part.tok_embeddings)
         else:
