@@ -69,7 +69,7 @@ for part in "$@"; do
     if [[ " "$(echo $parts)" " != *" $part "* ]]; then echo "no part $part; there are:" $parts >&2; exit 2; fi
 done
 if ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    echo "error: torch finds no CUDA device; benchmarks/cpu.sh has what a CPU can run" >&2; exit 2
+    echo "error: torch finds no CUDA device" >&2; exit 2
 fi
 mkdir -p "$marks" benchmarks/results
 started="$(mktemp)"

@@ -1,8 +1,6 @@
-"""Measures what many ranks cost each other at the start, in a save and in a load of a large model,
-on one machine.
+"""Measures what many ranks cost rank 0 in a save and in a load of a large model, on one machine.
 
-    python benchmarks/many_ranks.py [--ranks 8 128 1024] [--stock 8 128 1024] [--background 64]
-        [--processes 2 4 8]
+    python benchmarks/many_ranks.py [--ranks 8 128 1024] [--stock 8 128 1024]
 
 One process pretends to be rank 0 of N, on the meta device: tp 8, the rest dp_shard, AdamW. It does
 what `dcp.save` and `dcp.load` do on rank 0 between the tensors and the disk, with the planners and
@@ -21,9 +19,6 @@ files are sparse: headers as StepWriter writes them, and holes for the tensors. 
 pads each rank's message to the longest one, and the padded bytes are counted.
 The garbage collector is off on both sides. A stock save on 1,024 ranks takes 14 GB of memory: one
 that does not fit is "not measured".
-
-`--background`: a training step during a save, see background_save.py. `--processes`: real runs in
-which descriptors and file operations are counted, see run_counts.py.
 """
 
 from __future__ import annotations
@@ -41,9 +36,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import background_save
 import report
-import run_counts
 import torch
 from pretended import Others, on_cpu, state_of, stock_written
 from step_io import FACTS
@@ -293,13 +286,6 @@ ROWS = {  # label -> key, format
     "later save, bytes received: titanlite / stock": ("save_2_received_mb_ratio", "{:.4f}"),
     "load, CPU: titanlite / stock": ("load_s_ratio", "{:.4f}"),
 }
-COUNTED = {
-    "descriptors of rank 0": "descriptors_0",
-    "descriptors of another rank": "descriptors",
-    "file operations of all ranks: start": "operations_start",
-    "file operations of all ranks: load": "operations_load",
-    "file operations of all ranks: save": "operations_save",
-}
 
 
 def ratios(found: dict[str, Any]) -> dict[str, float]:
@@ -326,44 +312,8 @@ def measure_all(flavor: str, ranks: int, stock: bool) -> dict[str, Any]:
     return found | ratios(found)
 
 
-def in_background(flavor: str, ranks: int) -> tuple[dict[str, Any], str]:
-    """Measures a step during a save on so many ranks, and writes a sentence about it."""
-    run = [sys.executable, __file__, "--flavor", flavor, "--one", "background", str(ranks)]
-    found = report.child(run)
-    if "failed" in found:
-        return found, found["failed"]
-    return found, (
-        f"A training step of {found['quiet_s']:.2f} s that only launches operations takes "
-        f"{found['ratio']:.3f} times as long while {ranks} ranks save in the background (median "
-        f"of {found['steps']} steps each, A B B A; without the time for which other processes had "
-        f"the cores). The training thread waits {found['waits_s']:.2f} s for others; these use "
-        f"{found['others_cpu_s']:.2f} CPU seconds, of which the one that plans "
-        f"{found['cpu_s']:.2f}."
-    )
-
-
-def counts(processes: list[int], ranks: list[int]) -> tuple[dict[int, dict[str, float]], list[str]]:
-    """Counts in runs with these numbers of processes; returns the counts for these numbers of
-    ranks, and lines of a table.
-    """
-    found = {number: run_counts.count(report.ROOT, number) for number in processes}
-    print(found, flush=True)
-    lines = []
-    for label, key in COUNTED.items():
-        lines.append(table_row(label, [str(found[number][key]) for number in processes]))
-    fitted = {}
-    for number in ranks:
-        fit = run_counts.fit(found, number)
-        fitted[number] = {label: fit[key] for label, key in COUNTED.items()}
-    return fitted, lines
-
-
 def table_row(label: str, cells: list[str]) -> str:
     return f"| {label} | " + " | ".join(cells) + " |"
-
-
-def table_head(columns: list[str]) -> list[str]:
-    return [table_row("", columns), "|---" * (len(columns) + 1) + "|"]
 
 
 def main() -> None:
@@ -372,10 +322,6 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 128, 1024])
     parser.add_argument("--stock", type=int, nargs="*", default=[8, 128, 1024])
-    parser.add_argument("--background", type=int, default=64, help="ranks; 0: not measured")
-    parser.add_argument(
-        "--processes", type=int, nargs="*", default=[2, 4, 8], help="three numbers; none: no runs"
-    )
     parser.add_argument("--flavor", default="llama3_405b")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -384,24 +330,14 @@ def main() -> None:
         print(json.dumps(in_this_process(options.flavor, options.folder, *options.one)))
         return
 
-    body: list[str] = []
-    results: dict[str, Any] = {}
-    if options.background:
-        results["background"], sentence = in_background(options.flavor, options.background)
-        body += [sentence, ""]
-        print(sentence, flush=True)
-    counted: dict[int, dict[str, float]] = {ranks: {} for ranks in options.ranks}
-    lines: list[str] = []
-    if options.processes:
-        counted, lines = counts(options.processes, options.ranks)
     measured: dict[int, dict[str, Any]] = {}
     for ranks in options.ranks:
         found = measure_all(options.flavor, ranks, ranks in options.stock)
         measured[ranks] = found
-        results[str(ranks)] = found | counted[ranks]
         print(ranks, json.dumps(found, indent=1), flush=True)
 
-    body += table_head([f"{ranks:,} ranks" for ranks in options.ranks])
+    columns = [f"{ranks:,} ranks" for ranks in options.ranks]
+    body = [table_row("", columns), "|---" * (len(columns) + 1) + "|"]
     for label, (key, form) in ROWS.items():
         cells = []
         for found in measured.values():
@@ -411,17 +347,11 @@ def main() -> None:
         for kind in ("stock_save", "stock_load"):
             if f"{kind}_failed" in found:
                 body += ["", f"{kind} on {ranks:,} ranks: {found[f'{kind}_failed']}"]
-    if lines:
-        body += ["", *table_head([f"{ranks:,} ranks" for ranks in options.ranks])]
-        for label in counted[options.ranks[0]]:
-            cells = [f"{counted[ranks][label]:,.0f}" for ranks in options.ranks]
-            body.append(table_row(label, cells))
-        body += ["", "Counted in real runs, and continued as a line or parabola:", ""]
-        body += [*table_head([f"{number} processes" for number in options.processes]), *lines]
     name = "many_ranks"
     if options.flavor != "llama3_405b":
         name = f"many_ranks_{options.flavor}"
-    report.write(name, f"What many ranks cost each other, with {options.flavor}", body, results)
+    results = {str(ranks): found for ranks, found in measured.items()}
+    report.write(name, f"What many ranks cost rank 0, with {options.flavor}", body, results)
     report.exit_code(results)
 
 
@@ -431,8 +361,6 @@ def in_this_process(
     """Runs one measurement."""
     if kind == "rank":
         return measure_rank(flavor, int(ranks), int(rank))
-    if kind == "background":
-        return background_save.measure(FLAVORS[flavor], int(ranks), rounds=3)
     gc.disable()
     torch.set_num_threads(1)  # CPU seconds also count threads that wait
     if kind == "stock_save":

@@ -50,16 +50,6 @@ EIGHT_B = [
     "--recompute.mode=full",
 ]
 LOW_PRECISION = ["--training.param_dtype=bfloat16", "--optimizer.state_dtype=bfloat16"]
-WIDTH_256 = [
-    "cpu_25m",
-    "--compile.enabled=false",
-    "--model.dim=256",
-    "--model.num_heads=4",
-    "--model.num_kv_heads=4",
-    "--model.ffn_dim=768",
-]
-ADAPTERS = ["cpu_25m", "--lora.rank=16"]
-SMALL_ADAPTERS = ["debug", "--training.local_batch_size=8", "--lora.rank=16"]
 CASES: dict[str, list[str]] = {
     "1b": ONE_B,
     "1b, whole loss": [*ONE_B, "--loss.num_chunks=1"],
@@ -95,53 +85,15 @@ CASES: dict[str, list[str]] = {
     ],
     "8b, bfloat16 states": [*EIGHT_B, *LOW_PRECISION, "--recompute.mode=selective"],
     "debug": ["debug", "--training.local_batch_size=8"],
-    "debug, compiled": ["debug", "--training.local_batch_size=8", "--compile.enabled"],
-    "debug, documents": ["debug", "--training.local_batch_size=8", "--data.document_mask"],
-    "debug, adapters": SMALL_ADAPTERS,
-    "debug, dropout": [*SMALL_ADAPTERS, "--lora.dropout=0.05"],
     "debug, bf16": ["debug", "--training.local_batch_size=8", "--training.compute_dtype=bfloat16"],
-    "256 wide, fp32": [*WIDTH_256, "--training.compute_dtype=float32"],
-    "256 wide, bf16": [*WIDTH_256, "--training.compute_dtype=bfloat16"],
-    "256 wide, bf16, compiled": [
-        *WIDTH_256,
-        "--training.compute_dtype=bfloat16",
-        "--compile.enabled",
-    ],
     "25m": ["cpu_25m"],
     "25m, documents": ["cpu_25m", "--data.document_mask"],
     "25m, 4 chunks": ["cpu_25m", "--loss.num_chunks=4"],
     "25m, compiled loss": ["cpu_25m", "--compile.loss"],
-    "25m, no step times": ["cpu_25m", "--metrics.step_times=false"],
-    "25m, guarded": [
-        "cpu_25m",
-        "--stability.action=skip",
-        "--stability.threshold=1e9",
-        "--stability.warmup_steps=0",
-    ],
-    "124m": [
-        "cpu_25m",
-        "--model.dim=768",
-        "--model.num_layers=12",
-        "--model.num_heads=12",
-        "--model.num_kv_heads=12",
-        "--model.ffn_dim=2048",
-        "--model.vocab_size=50304",
-        "--loss.num_chunks=8",
-    ],
     "25m, by FSDP": ["cpu_25m", "--parallel.reshard_after_forward=always"],
-    "25m, by FSDP, kept": ["cpu_25m", "--parallel.reshard_after_forward=never"],
     "25m, full": ["cpu_25m", "--recompute.mode=full"],
     "25m, not compiled": ["cpu_25m", "--compile.enabled=false"],
-    "25m, adapters": ADAPTERS,
-    "25m, dropout": [*ADAPTERS, "--lora.dropout=0.05"],
-    "25m, adapters, not compiled": [*ADAPTERS, "--compile.enabled=false"],
-    "25m, dropout, not compiled": [*ADAPTERS, "--lora.dropout=0.05", "--compile.enabled=false"],
     "25m, fp32": ["cpu_25m", "--training.compute_dtype=float32"],
-    "25m, fp32, not compiled": [
-        "cpu_25m",
-        "--training.compute_dtype=float32",
-        "--compile.enabled=false",
-    ],
 }
 SETS = {
     "gpu": [name for name, arguments in CASES.items() if arguments[0].startswith("llama3")],

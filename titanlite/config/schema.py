@@ -25,7 +25,7 @@ SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
 # The types of ids in a file that does not state its own
 ID_TYPES = ("auto", "uint8", "uint16", "uint32", "int64")
 FROM_CHECKPOINT = "from_checkpoint"  # a flavor: the model of checkpoint.initial_load
-WIDE = 256  # from this width on, bfloat16 and compiling pay off on a CPU (benchmarks/levers.py)
+WIDE = 256  # from this width on, bfloat16 and compiling pay off on a CPU (docs/cpu.md)
 
 
 # A key's value in a resumed run: "any" value; the "same" as in the checkpoint, unless

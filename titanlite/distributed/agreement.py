@@ -43,7 +43,7 @@ PATH_ERRORS = (
 )
 # From this number of ranks on, `bitwise_or` sends messages instead of calling all_reduce. Without
 # network delays all_reduce is faster below 32 ranks, and equally fast at 32; with delays, messages
-# are faster (benchmarks/agreement.py).
+# are faster.
 MANY = 32
 
 

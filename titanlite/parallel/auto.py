@@ -50,7 +50,7 @@ def compute_dtype(config: Config, dim: int, device_type: str) -> str:
 
     `auto` is bfloat16 on CUDA, and on a CPU with bfloat16 instructions, where matrix products then
     take half the time; but not for a narrow model on a CPU, whose casts cost more than that saves
-    (benchmarks/levers.py). GPUs below compute capability 8.0 only emulate bfloat16; there it is
+    (docs/cpu.md). GPUs below compute capability 8.0 only emulate bfloat16; there it is
     float16, unless another dtype of the config is bfloat16.
     """
     training = config.training

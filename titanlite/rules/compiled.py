@@ -36,7 +36,7 @@ def reason_not_compiled(
 def compiles_loss(config: CompileConfig, blocks: bool, device_type: str) -> bool:
     """Whether the loss is compiled; `blocks`: whether the blocks are.
 
-    On a CPU it is not worth the time of the compiler (benchmarks/levers.py: 2 %).
+    On a CPU it is not worth the time of the compiler.
     """
     if config.loss == "auto":
         return blocks and device_type == "cuda"
