@@ -1,4 +1,4 @@
-"""Sampling: neither the cache nor a batch changes the text, and the options do what they say."""
+"""Sampling: the cache does not change the text, and the options do what they say."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ import torch
 from model_builder import GROUPED, SMALL, small_model
 
 from titanlite.model.flavors import LlamaConfig, RopeScaling
-from titanlite.model.generate import (
-    KVCache,
-    Row,
-    generate,
-    generate_rows,
-    row_seed,
-    sample_token,
-)
+from titanlite.model.generate import KVCache, generate, row_seed, sample_token
 from titanlite.model.llama import Llama
 
 
@@ -117,7 +110,6 @@ ODD = {  # heads, widths and layers that are no powers of two, and what families
         rope_scaling=RopeScaling(8.0, original_context=16),
     ),
 }
-LENGTHS = (4, 1, 9, 4, 17, 2, 30)
 LONGEST = 32
 
 
@@ -134,84 +126,18 @@ def sharp_model(config: LlamaConfig) -> Llama:
     return model
 
 
-def prompts(config: LlamaConfig) -> list[Row]:
-    """Rows of several lengths, of which one has no room, and one asks for nothing."""
-    generator = torch.Generator().manual_seed(7)
-    rows = []
-    for number, length in enumerate(LENGTHS):
-        ids = torch.randint(config.vocab_size, (length,), generator=generator).tolist()
-        limit = 0 if number == 3 else min(11 + number, LONGEST - length)
-        rows.append(Row(ids, limit, row_seed(5, number)))
-    return rows
-
-
-def alone(model: Llama, rows: list[Row], **options) -> list[list[int]]:
-    found = []
-    for row in rows:
-        found.append(
-            list(generate(model, row.prompt, row.max_new_tokens, seed=row.seed, **options))
-        )
-    return found
-
-
-def batched(model: Llama, rows: list[Row], **options) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in rows]
-    for i, token in generate_rows(model, rows, **options):
-        found[i].append(token)
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("length", [1, 9])
 @pytest.mark.parametrize("name", ODD)
-def test_a_batch_gives_each_row_the_text_that_it_has_alone(name, temperature):
+def test_greedy_tokens_of_odd_shapes_equal_those_without_a_cache(name, length):
     model = sharp_model(ODD[name])
-    rows = prompts(ODD[name])
-    options = {"temperature": temperature, "top_k": 20, "stop": set()}
-    expected = alone(model, rows, **options)
-    assert [len(text) for text in expected] == [row.max_new_tokens for row in rows]
-    assert len({token for text in expected for token in text}) > 10
-    assert batched(model, rows, **options) == expected
-    options["stop"] = {expected[0][5]}  # ends rows at different places
-    expected = alone(model, rows, **options)
-    assert len(expected[0]) < rows[0].max_new_tokens
-    assert batched(model, rows, **options) == expected
-    assert batched(model, rows[::-1], **options) == expected[::-1]
-
-
-def test_greedy_tokens_of_a_batch_equal_those_of_whole_texts_without_a_cache():
-    model = sharp_model(ODD["biases and yarn"])
-    rows = prompts(ODD["biases and yarn"])
-    texts = [list(row.prompt) for row in rows]
+    generator = torch.Generator().manual_seed(7)
+    prompt = torch.randint(ODD[name].vocab_size, (length,), generator=generator).tolist()
+    found = list(generate(model, prompt, 15, **options()))
+    text = list(prompt)
     with torch.no_grad():
-        for text, row in zip(texts, rows, strict=True):
-            for _ in range(row.max_new_tokens):
-                text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
-    found = batched(model, rows, temperature=0.0, top_k=0, stop=set())
-    assert [row.prompt + new for row, new in zip(rows, found, strict=True)] == texts
-
-
-def test_a_row_that_has_ended_leaves_the_batch():
-    model = small_model(seq_len=24)
-    sizes: list[tuple[int, ...]] = []
-    model.register_forward_pre_hook(lambda module, inputs: sizes.append(tuple(inputs[0].shape)))
-    rows = [Row([5, 6], 1, 0), Row([7, 8, 9], 3, 1), Row([7], 0, 2)]
-    assert [len(text) for text in batched(model, rows, temperature=0.0, top_k=0, stop=set())] == [
-        1,
-        3,
-        0,
-    ]
-    assert sizes == [(2, 2), (1, 1), (1, 1), (1, 1)]
-
-
-def test_a_batch_with_one_row_that_is_too_long_is_refused():
-    rows = [Row([1], 2, 0), Row([1, 2, 3, 4], 5, 0)]
-    with pytest.raises(ValueError, match="4 prompt tokens"):
-        batched(small_model(seq_len=8), rows, temperature=0.0, top_k=0, stop=set())
-
-
-def test_an_empty_batch_has_no_tokens():
-    assert batched(small_model(), [], temperature=0.0, top_k=0, stop=set()) == []
+        for _ in range(15):
+            text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
+    assert prompt + found == text
 
 
 def test_the_seed_of_a_row_stays_within_64_bits():

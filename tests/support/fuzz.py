@@ -76,7 +76,6 @@ TESTS = (
     "tokenizer/test_tokenizer_json.py",
     "tokenizer/test_vocab_and_merges.py",
     "tools/chat/test_template.py",
-    "tools/cli/test_prompt_file.py",
     "tools/formats/test_convert_limits.py",
     "tools/formats/test_dcp_safetensors.py",
     "tools/formats/test_foreign_hostile.py",

@@ -1,24 +1,15 @@
-"""Sampling text from a Llama: a batch of prompts, or one, a token at a time.
+"""Sampling text from a Llama, a token at a time.
 
-What it is: a key/value cache and the loop that feeds each new token back. A batch may have prompts
-of any lengths. The first forward covers as many tokens as the shortest prompt has; each later
-forward adds one position to all rows. A row's next token comes from its prompt until the prompt
-ends, and is sampled after that. A row that has ended leaves the batch.
-Why without padding: all rows are at the same position, so attention needs no mask, the model has
-no special case, and a row computes the same as alone, up to rounding (matrix sizes differ). Padded
-prompts would need a mask over the cache in every later forward.
-What it costs: for one prompt a forward over it, then 2 FLOPs per parameter and new token. In a
-batch a forward reads the weights once for all rows, which takes most of its time. The part of a
-prompt beyond the shortest one's length is computed a token at a time, so callers put prompts of
-similar lengths together. The cache holds 2 L K Dh numbers per position and row, and is copied when
-a row ends; without it, every new token would need a forward over the whole text. The first forward
-computes logits for all its positions, 4 B S V bytes in fp32.
+What it is: a key/value cache and the loop that feeds each new token back. The first forward covers
+the prompt; each later forward adds one position.
+What it costs: a forward over the prompt, then 2 FLOPs per parameter and new token. The cache holds
+2 L K Dh numbers per position; without it, every new token would need a forward over the whole text.
+The first forward computes logits for all positions of the prompt, 4 S V bytes in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Iterator, Set
 
 import torch
 from torch import Tensor
@@ -62,21 +53,6 @@ class KVCache:
             first = max(0, end - self.window)
         return self.keys[:, :, first:end], self.values[:, :, first:end]
 
-    def keep(self, rows: list[int]) -> None:
-        """Keeps these rows of the batch, in this order, and drops the others."""
-        self.keys = self.keys[rows]
-        self.values = self.values[rows]
-
-
-class Row(NamedTuple):
-    """A text to continue: at least one id, how many new ones at most, and the seed of its random
-    numbers.
-    """
-
-    prompt: list[int]
-    max_new_tokens: int
-    seed: int
-
 
 def row_seed(seed: int, number: int) -> int:
     """Derives a prompt's seed from its number (from 0), so that batches do not matter."""
@@ -95,6 +71,7 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torc
     return int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
 
 
+@torch.no_grad()
 def generate(
     model: Llama,
     prompt: list[int],
@@ -109,54 +86,22 @@ def generate(
 
     The prompt has at least one id, and prompt + new tokens fit the model's `seq_len`.
     """
-    rows = [Row(prompt, max_new_tokens, seed)]
-    for _, token in generate_rows(model, rows, stop=stop, temperature=temperature, top_k=top_k):
-        yield token
-
-
-@torch.no_grad()
-def generate_rows(
-    model: Llama, rows: Sequence[Row], *, stop: Set[int], temperature: float, top_k: int
-) -> Iterator[tuple[int, int]]:
-    """Yields (index of a row, its next token id) for the rows of a batch.
-
-    Each row ends before a token of `stop`, or after its `max_new_tokens`; its prompt and new tokens
-    fit the model's `seq_len`.
-    """
-    for row in rows:
-        if not row.prompt or len(row.prompt) + row.max_new_tokens > model.seq_len:
-            raise ValueError(
-                f"{len(row.prompt)} prompt tokens + {row.max_new_tokens} new ones: "
-                f"expected 1 to {model.seq_len} in all"
-            )
-    texts = [list(row.prompt) for row in rows]
-    lengths = [len(row.prompt) + row.max_new_tokens for row in rows]  # final length of each row
-    generators = [torch.Generator().manual_seed(row.seed) for row in rows]
-    places = [i for i, row in enumerate(rows) if row.max_new_tokens > 0]  # rows still in the batch
-    if not places:
-        return
-    device = model.rope.device
-    caches = [KVCache(max(lengths), window) for window in model.windows]
-    layer_caches: list[LayerCache] = [*caches]
+    length = len(prompt) + max_new_tokens
+    if not prompt or length > model.seq_len:
+        raise ValueError(
+            f"{len(prompt)} prompt tokens + {max_new_tokens} new ones: "
+            f"expected 1 to {model.seq_len} in all"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    caches: list[LayerCache] = [KVCache(length, window) for window in model.windows]
     start = 0
-    end = min(len(texts[i]) for i in places)
-    while places:
-        tokens = torch.tensor([texts[i][start:end] for i in places], device=device)  # (B, S)
-        logits = model(tokens, layer_caches, start)[:, -1].float().cpu()  # (B, V)
-        running = []
-        for place, i in enumerate(places):
-            if len(texts[i]) == end:  # the prompt is used up: sample the next token
-                token = sample_token(logits[place], temperature, top_k, generators[i])
-                if token in stop:
-                    continue
-                texts[i].append(token)
-                yield i, token
-                if len(texts[i]) == lengths[i]:
-                    continue
-            running.append(place)
-        if 0 < len(running) < len(places):
-            for cache in caches:
-                cache.keep(running)
-        places = [places[place] for place in running]
-        start = end
-        end += 1
+    new = prompt
+    for _ in range(max_new_tokens):
+        tokens = torch.tensor([new], device=model.rope.device)  # (1, S)
+        logits = model(tokens, caches, start)[0, -1]  # (V,)
+        start += len(new)
+        token = sample_token(logits, temperature, top_k, generator)
+        if token in stop:
+            return
+        yield token
+        new = [token]

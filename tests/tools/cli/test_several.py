@@ -57,23 +57,6 @@ def on_two(*arguments: str, typed: str = "") -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_a_file_of_prompts_gives_the_texts_of_one_process(checkpoint, tmp_path, capsys):
-    """Also with a number of prompts that two does not divide."""
-    path = tmp_path / "rows.jsonl"
-    prompts = ["def f(x):", "", "import os, sys\n\n\nclass A", "x = ", "return"]
-    path.write_text("".join(json.dumps({"id": p, "prompt": p}) + "\n" for p in prompts))
-    options = ["generate", str(checkpoint), "--prompts", str(path), "--max-new-tokens", "9"]
-    assert main([*options, "--device", "cpu"]) == 0
-    expected = capsys.readouterr().out
-    assert len(set(expected.splitlines())) == 5
-    out = tmp_path / "out.jsonl"
-    result = on_two(*options, "--out", str(out))
-    assert result.returncode == 0
-    assert out.read_text() == expected
-    assert HALF in result.stderr
-
-
-@pytest.mark.slow
 def test_a_prompt_is_continued_as_by_one_process(checkpoint, capsys):
     options = ["generate", str(checkpoint), "--prompt", "def f", "--max-new-tokens", "20"]
     assert main([*options, "--device", "cpu"]) == 0

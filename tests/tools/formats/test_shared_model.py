@@ -12,7 +12,7 @@ import torch.distributed as dist
 from model_builder import EXPORTED, GROUPED, make_file
 
 from titanlite.model.flavors import LlamaConfig, RopeScaling
-from titanlite.model.generate import Row, generate_rows
+from titanlite.model.generate import generate
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats import shared_model
 from titanlite.tools.formats.full_state import FullState
@@ -35,7 +35,8 @@ SHAPES = {
     "norms": dataclasses.replace(GROUPED, qk_norm=True),
     "experts": dataclasses.replace(GROUPED, num_experts=4, experts_per_token=2, expert_ffn_dim=40),
 }
-ROWS = [Row([5, 6, 7], 9, 0), Row([8], 4, 1), Row([9, 3], 11, 2)]
+Row = tuple[list[int], int, int]  # a prompt, the number of new tokens, the seed
+ROWS: list[Row] = [([5, 6, 7], 9, 0), ([8], 4, 1), ([9, 3], 11, 2)]
 
 
 @pytest.fixture(params=SHAPES)
@@ -45,9 +46,10 @@ def checkpoint(request, tmp_path) -> Path:
 
 
 def texts_of(model: Any, rows: list[Row]) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in rows]
-    for i, token in generate_rows(model, rows, stop=set(), temperature=0.9, top_k=20):
-        found[i].append(token)
+    found = []
+    for prompt, count, seed in rows:
+        tokens = generate(model, prompt, count, stop=set(), temperature=0.9, top_k=20, seed=seed)
+        found.append(list(tokens))
     return found
 
 
