@@ -46,8 +46,8 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     axes: tuple[str, ...]  # of the mesh that it is divided over; empty if it is not
     sizes: tuple[int, ...]  # their numbers of ranks
-    # Of each axis: dimension, and for a strided shard the parts that later axes have made before;
-    # dimension -1: replicated
+    # For each axis the dimension, -1 if replicated, and for a strided shard the number of parts that
+    # later axes have made before
     cuts: tuple[tuple[int, int], ...]
     placements: str
 
@@ -64,7 +64,7 @@ class Recorded(NamedTuple):
 
 
 def record_real(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Recorded:
-    """Of this rank of a process group that exists; all ranks call it."""
+    """Records this rank of a process group that exists; all ranks call it."""
     mesh = Mesh("cpu", degrees, config.comm.group_timeout_seconds, config.parallel.ep)
     config = _eager(config)
     model_parts = build_parts(config, llama, mesh, pretended=False)
@@ -170,8 +170,8 @@ class _Phases(Unmeasured):
 def take_step(parts: StepParts, batches: list[Batch], recorder: EventRecorder | None) -> float:
     """The step of train.py, with what it sends when it is logged; returns the loss.
 
-    Of several local batches a pretended rank runs the first, which stands for all before the last,
-    and the last.
+    A pretended rank runs two of several local batches: the last one, and the first, which stands for
+    all before the last.
     """
     mesh = parts.stages.mesh
     numbers = list(range(len(batches)))

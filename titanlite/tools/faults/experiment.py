@@ -48,7 +48,7 @@ SMALL = [
     "--model.num_layers=2",
     "--training.seq_len=32",
 ]
-# Of whole runs: a stop after step 3 of 6; the schedule does not depend on the number of steps
+# Whole runs stop after step 3 of 6; the schedule does not depend on the number of steps
 STOP = 3
 STEPS = 6
 RUN = [

@@ -533,6 +533,13 @@ LESSONS = (
                 "gradient of a row goes back to the rank that has sent it, with the sizes swapped.",
             ),
             Mistake(
+                "gradient_scaled",
+                lambda result: result.first_off > 2 and result.calls("all_to_all") == 1,
+                "The losses of steps 1 and 2 are right, so rows and results are where they belong. "
+                "Gradients have another size, which AdamW's update hides at first. They travel "
+                "back as they are: each loss is divided by the labels of all ranks already.",
+            ),
+            Mistake(
                 "not_restored",
                 lambda result: result.first_off > 0 and result.calls("all_to_all") == 1,
                 "The all-to-alls are right in number and the losses are not: a row has met the "
