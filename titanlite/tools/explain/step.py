@@ -46,8 +46,8 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     axes: tuple[str, ...]  # of the mesh that it is divided over; empty if it is not
     sizes: tuple[int, ...]  # their numbers of ranks
-    # For each axis the dimension, -1 if replicated, and for a strided shard the number of parts that
-    # later axes have made before
+    # For each axis the dimension, -1 if replicated, and for a strided shard the number of parts
+    # that later axes have made before
     cuts: tuple[tuple[int, int], ...]
     placements: str
 
@@ -170,8 +170,8 @@ class _Phases(Unmeasured):
 def take_step(parts: StepParts, batches: list[Batch], recorder: EventRecorder | None) -> float:
     """The step of train.py, with what it sends when it is logged; returns the loss.
 
-    A pretended rank runs two of several local batches: the last one, and the first, which stands for
-    all before the last.
+    A pretended rank runs two of several local batches: the last one, and the first, which stands
+    for all before the last.
     """
     mesh = parts.stages.mesh
     numbers = list(range(len(batches)))
