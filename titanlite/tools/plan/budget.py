@@ -5,20 +5,17 @@ What it is: arithmetic. `run_flops` counts attention, as the MFU in metrics.json
 number of tokens per second, or one from an assumed MFU. `save_interval` weighs the time of saving
 against the work that a failure loses:
 
-    Young   tau = sqrt(2 d M)
-    Daly    tau = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d, or M if d >= 2M
+    tau = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d, or M if d >= 2M
 
 where tau is the training between two saves, d the time for which training waits for a save, and M
 the mean time between failures of the whole run, which is that of a GPU over their number. With
-failures at random (exponential) and R for a restart, a run that would take T without saves and
-failures takes
+failures at random (exponential), a run that would take T without saves and failures takes
 
-    M e^(R/M) (e^((tau + d) / M) - 1) T / tau
+    M (e^((tau + d) / M) - 1) T / tau
 
-Young's tau is its minimum to first order, for d much smaller than M; Daly's is within 1 % of it up
-to d = M / 2.
-Reference: PaLM (arXiv 2204.02311, appendix B) for FLOPs; Young 1974 (Communications of the ACM
-17-9), Daly 2006 (Future Generation Computer Systems 22-3). Imports no torch.
+of which tau is the minimum, to 1 % up to d = M / 2.
+Reference: PaLM (arXiv 2204.02311, appendix B) for FLOPs; Daly 2006 (Future Generation Computer
+Systems 22-3). Imports no torch.
 """
 
 from __future__ import annotations
@@ -213,50 +210,33 @@ class SaveInterval:
     """The best interval between saves, if failures are random and independent."""
 
     save_seconds: float  # for which training waits
-    restart_seconds: float
     mtbf_seconds: float  # of the whole run
-    young_seconds: float  # of training between two saves
-    daly_seconds: float
+    seconds: float  # of training between two saves
 
     def lost(self, interval: float) -> float:
-        """Time lost to saves, failures and restarts, as a fraction of the useful time.
+        """Time lost to saves and failures, as a fraction of the useful time.
 
         Infinite where the result exceeds a double.
         """
         mtbf = self.mtbf_seconds
         cycle = (interval + self.save_seconds) / mtbf
-        if cycle + self.restart_seconds / mtbf > LARGEST_EXPONENT:
+        if cycle > LARGEST_EXPONENT:
             return math.inf
-        return math.exp(self.restart_seconds / mtbf) * math.expm1(cycle) * mtbf / interval - 1
-
-    @property
-    def first_order_is_enough(self) -> bool:
-        """Whether saves are so short that Young's interval is near Daly's."""
-        return self.save_seconds <= self.mtbf_seconds / 200
+        return math.expm1(cycle) * mtbf / interval - 1
 
 
 def save_interval(
-    save_seconds: float,
-    gpus: int,
-    gpu_mtbf_hours: float = GPU_MTBF_HOURS,
-    restart_seconds: float = 0.0,
+    save_seconds: float, gpus: int, gpu_mtbf_hours: float = GPU_MTBF_HOURS
 ) -> SaveInterval:
-    """The best interval between two saves. Raises ConfigError.
-
-    `restart_seconds`, from the failure to the first new step, does not change the interval, only
-    what is lost.
-    """
+    """The best interval between two saves. Raises ConfigError."""
     _positive(save_seconds=save_seconds, gpus=gpus, gpu_mtbf_hours=gpu_mtbf_hours)
-    if not 0 <= restart_seconds < math.inf:
-        raise ConfigError(f"restart_seconds = {restart_seconds}: expected at least 0")
     mtbf = gpu_mtbf_hours * HOUR / gpus
-    young = math.sqrt(2 * save_seconds * mtbf)
-    if save_seconds < 2 * mtbf:
-        ratio = save_seconds / (2 * mtbf)
-        daly = young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
-    else:
-        daly = mtbf
-    return SaveInterval(save_seconds, restart_seconds, mtbf, young, daly)
+    if save_seconds >= 2 * mtbf:
+        return SaveInterval(save_seconds, mtbf, mtbf)
+    ratio = save_seconds / (2 * mtbf)
+    first_order = math.sqrt(2 * save_seconds * mtbf)
+    best = first_order * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
+    return SaveInterval(save_seconds, mtbf, best)
 
 
 def flops_lines(flops: RunFlops, seq_len: int) -> list[str]:
@@ -297,7 +277,7 @@ def save_lines(
     With `step_seconds`, the time of a training step, the interval is given in steps too.
     `run_seconds` is the time of the whole run.
     """
-    best = interval.daly_seconds
+    best = interval.seconds
     size = _line("checkpoint", f"{checkpoint / 1e9:,.2f} GB")
     saving = duration(interval.save_seconds)
     failing = f"failure every {duration(interval.mtbf_seconds)} at random"
@@ -308,22 +288,18 @@ def save_lines(
             _line("", f"training for {saving}, with a {failing}"),
         ]
     if run_seconds is not None and best > run_seconds:
-        every = f"{duration(best)} (Daly), longer than the run: save at its end"
+        every = f"{duration(best)}, longer than the run: save at its end"
     else:
         steps = ""
         if step_seconds is not None:
             steps = f" = {max(1, round(best / step_seconds)):,} steps"
         lost = 100 * interval.lost(best)
-        every = f"{duration(best)}{steps} (Daly); {lost:.1f} % of the time is lost"
-    young = f"Young: {duration(interval.young_seconds)}"
-    if not interval.first_order_is_enough:
-        young += ", too rough for saves as long as these"
+        every = f"{duration(best)}{steps}; {lost:.1f} % of the time is lost"
     return [
         size,
         _line("save every", every),
         _line("", f"for saves that stop training for {saving}, and a"),
         _line("", failing),
-        _line("", young),
     ]
 
 
