@@ -183,12 +183,16 @@ def compare(pretended: Numbers, real: Numbers) -> None:
     for category in ("parameters", "gradients", "optimizer", "whole_gradients", "logits"):
         assert pretended["kept", category] == real["kept", category], category
     on_their_way = 0.0  # bytes of messages that gloo may not have freed yet
+    sent = (
+        0.0  # bytes of messages to both neighbours, which gloo has sent and a pretended rank holds
+    )
     for key, number in real.items():
         message = 0.0
         if key[0] == "calls" and number > 0:
             message = real[("bytes", *key[1:])] / number
         if key[1:3] == ("pp", "send"):
             on_their_way += 8 * message
+            sent += 2 * message
         if key[1:3] == ("tp", "all_reduce"):  # the last sum of the loss, one number per token
             on_their_way += message
         # Rows of one exchange, sent and received; the messages of sizes make the average smaller
@@ -196,7 +200,9 @@ def compare(pretended: Numbers, real: Numbers) -> None:
             on_their_way += 3 * message
     activations = real["kept", "activations"]
     difference = activations - pretended["kept", "activations"]
-    assert abs(difference) <= 0.002 * activations + on_their_way
+    # Beside the message it holds some scalars
+    assert -0.002 * activations - sent - 32 <= difference
+    assert difference <= 0.002 * activations + on_their_way
 
 
 @pytest.mark.slow
