@@ -3,7 +3,7 @@
 What it is: train.py in processes of torch.distributed.run, each with the library of pretended_gpu.py
 and a separate log. A listener of the phases marks in the log where a step begins. What lies
 between two marks is sorted and counted.
-Why it is here: the tests beside it and benchmarks/pretended_step.py count with it.
+Why it is here: the tests beside it count with it.
 What it costs: a run of four steps; with the compiler one to three minutes.
 """
 
