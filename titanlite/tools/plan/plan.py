@@ -1,8 +1,8 @@
 """The plan of one layout of a config on one kind of GPU.
 
 What it is: the counts of a step, traced or estimated, and from them the memory that each rank
-needs, the time of a step, and what the communication of each axis takes. The text and the JSON show
-this object and compute nothing.
+needs, the time of a step, and what the communication of each axis takes. The text, the JSON and the
+page show this object and compute nothing.
 Imports torch only for an exact plan, which runs the program.
 """
 
