@@ -1,5 +1,4 @@
-"""Files of a model's folder that are not titanlite's to decide: how its authors sample from it,
-which tokens end its text, what its tokenizer is called.
+"""Keeps the files of a model's folder that its authors decide: sampling, end tokens, names.
 
 What it is: they are read beside a tokenizer, go through a run in one file of its checkpoints
 (`KEPT_FILE`), and are written back where the model is exported. The tokens that end a text also end
@@ -101,8 +100,9 @@ def _object(path: Path) -> Json:
 
 
 def _as_written(value: Any) -> Any:
-    """The integers beyond 64 bits as integers again, of which `parse_json` makes floats;
-    transformers writes 10^30 so. Raises ValueError for NaN and infinity.
+    """Restores integers beyond 64 bits, such as 10^30, of which `parse_json` makes floats.
+
+    Raises ValueError for NaN and infinity.
     """
     if isinstance(value, dict):
         return {name: _as_written(item) for name, item in value.items()}

@@ -1,4 +1,4 @@
-"""Unicode's normalization form C, as the `tokenizers` library computes it.
+"""Normalises text to Unicode's form C (NFC), as the `tokenizers` library does.
 
 What it is: canonical composition ("e" and a combining acute become one character), by the tables of
 Unicode 9.

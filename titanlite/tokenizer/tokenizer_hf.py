@@ -1,4 +1,4 @@
-"""Tokenizers that tiktoken cannot express, encoded by Hugging Face's `tokenizers` package.
+"""Encodes by Hugging Face's `tokenizers` package what tiktoken cannot express.
 
 What it is: a tokenizer.json that `tokenizer_json.py` refuses: SentencePiece's (Llama 2, Mistral),
 with several pre-tokenizers (DeepSeek), with normalizers other than NFC, or without tokens for some

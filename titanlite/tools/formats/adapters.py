@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) added to the weights of their model.
+"""Adds low-rank adapters (LoRA) to the weights of their model.
 
 What it is: a checkpoint of a run with `lora.rank > 0` holds only the factors A and B of each
 adapter. `merge` makes of these and of the frozen model one checkpoint whose adapted weights are
@@ -27,7 +27,7 @@ from titanlite.tools.formats.huggingface import LAYER
 
 @dataclass(frozen=True)
 class MergedTensor(FullTensor):
-    """W + s B A, of W (N, K), A (r, K) and B (N, r)."""
+    """The sum W + s B A: W is (N, K), A (r, K), and B (N, r)."""
 
     # With defaults, because those of the base class have some
     weight: FullTensor | None = None

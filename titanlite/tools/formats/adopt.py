@@ -1,4 +1,4 @@
-"""`model.flavor = "from_checkpoint"`: model and tokenizer of the weights that a run begins with.
+"""Takes model and tokenizer from a run's initial weights: `model.flavor = "from_checkpoint"`.
 
 What it is: the description in `checkpoint.initial_load` becomes keys of the config, which the run
 records in its config.toml. A key that the user sets stays as it is; if it contradicts the weights,

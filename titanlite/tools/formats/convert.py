@@ -1,5 +1,5 @@
-"""Conversion of a checkpoint into another format, tensor by tensor, in one process without a
-process group.
+"""Converts a checkpoint into another format, tensor by tensor, in one process without a process
+group.
 
     from titanlite.tools.formats.convert import Options, convert, load_full_state
     convert("outputs/debug", "debug_hf", Options(to="hf"))

@@ -1,4 +1,4 @@
-"""What `convert` writes of a checkpoint: which tensors, in which dtype and order of rows.
+"""Reads and converts the tensors that `convert` writes, a block of rows at a time.
 
 What it is: `Options` are the choices of the user. `Export` holds an `Outgoing` for each tensor; its
 rows are read, converted and checked for NaN and infinity when a writer asks for them, so that

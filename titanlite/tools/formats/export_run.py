@@ -1,4 +1,4 @@
-"""`checkpoint.export`: the model of a finished run, as other software reads it.
+"""Exports the model of a finished run for other software: `checkpoint.export`.
 
 What it is: `titanlite convert` of the newest checkpoint into the run's folder, which replaces the
 export of an earlier end of the run.

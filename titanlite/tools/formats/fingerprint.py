@@ -1,4 +1,4 @@
-"""A fingerprint of a model's weights: whether two files hold the same model.
+"""Computes a fingerprint of a model's weights, to see whether two files hold the same model.
 
 What it is: a hash of names, shapes, and the first and last row of each tensor in fp32, so that it
 is the same in every format that keeps the numbers. Training changes rows that are used.
@@ -13,7 +13,7 @@ from titanlite.tools.formats.full_state import FullState
 
 
 def fingerprint(full: FullState) -> str:
-    """SHA-256 in hexadecimal. Raises CorruptCheckpoint."""
+    """Computes the SHA-256, in hexadecimal. Raises CorruptCheckpoint."""
     digest = hashlib.sha256()
     for name in sorted(full.tensors):
         tensor = full.tensors[name]

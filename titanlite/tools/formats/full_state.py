@@ -95,7 +95,7 @@ class Part:
 
 @dataclass(frozen=True)
 class FullTensor:
-    """A whole tensor, of one or several parts.
+    """A whole tensor that consists of one or several parts.
 
     `half_split`: the head width if its rows lie in Hugging Face's order, else 0.
     """
@@ -233,7 +233,7 @@ class Record(NamedTuple):
 
 
 class FullState(Mapping[str, Tensor]):
-    """Parameter name -> tensor, in titanlite's names and order of rows.
+    """A lazy mapping from parameter name to tensor, in titanlite's names and order of rows.
 
     `others`: training state beside the model (`optimizer.state.<parameter>.exp_avg`, ...).
     `records`: the storages of files of torch.save, with their CRC-32.

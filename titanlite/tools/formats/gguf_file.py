@@ -1,7 +1,7 @@
-"""GGUF, llama.cpp's file: written by the `gguf` package (`pip install gguf`), and opened
-for the comparison. `gguf_reader.py` reads files of others.
+"""Writes GGUF, the file of llama.cpp, and opens it for the comparison.
 
-What it is: metadata, the tokenizer and the tensors in one file. The architecture `llama` has
+What it is: metadata, the tokenizer and the tensors in one file, written by the `gguf` package
+(`pip install gguf`); `gguf_reader.py` reads files of other programs. The architecture `llama` has
 titanlite's order of rows, `qwen2` (biases of q, k and v) and `qwen3` (norms of q and k) have
 Hugging Face's. Vectors are fp32 whatever the matrices are; `q8_0` stores 32 numbers of a row as
 8-bit integers and a scale. Llama 3.1's RoPE scaling is a tensor of divisors, one per frequency.

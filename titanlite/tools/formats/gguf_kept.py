@@ -1,4 +1,4 @@
-"""What a GGUF file says of the use of its model: end tokens, begin and padding, sampling defaults.
+"""Reads and writes how a GGUF file's model is used: special tokens and sampling defaults.
 
 What it is: the same things that Hugging Face has in generation_config.json and
 tokenizer_config.json, so they are read into the kept files (`tokenizer/kept_files.py`) and written

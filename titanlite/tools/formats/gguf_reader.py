@@ -1,4 +1,4 @@
-"""Reading a GGUF file, quantized or not: names, metadata, dequantization.
+"""Reads a GGUF file, quantized or not: names, metadata, dequantization.
 
 What it is: the metadata becomes a `LlamaConfig`, and tensors get titanlite's names; the package
 `gguf` (`pip install gguf`) dequantizes. Its reader of headers is not used: with a wrong

@@ -1,4 +1,4 @@
-"""SentencePiece's byte-pair encoding in a GGUF file, as a tokenizer.json.
+"""Converts SentencePiece's byte-pair encoding in a GGUF file to a tokenizer.json.
 
 What it is: `tokenizer.ggml.model = "llama"`, as of Llama 2, Mistral 7B and TinyLlama: tokens with
 scores, and no list of merges. llama.cpp joins the two neighbours whose text together is the token
@@ -120,7 +120,7 @@ def merges_of(scores: Mapping[str, float]) -> list[Pair]:
 
 
 class _Runs:
-    """Whether tokens of one score repeat a character, and the longest may be first in a list."""
+    """Compares runs of a character: encoded by score, and by a list with the longest first."""
 
     def __init__(self, scores: Mapping[str, float], pairs: Mapping[str, Pair]) -> None:
         self.scores = scores

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file: its lists of tokens and merges as a tokenizer.json.
+"""Converts the tokenizer in a GGUF file, lists of tokens and merges, to a tokenizer.json.
 
 What it is: llama.cpp names the way in which text is cut before merging (`tokenizer.ggml.pre`); the
 names that are known here are in a table, and a file with another one is read without its tokenizer.

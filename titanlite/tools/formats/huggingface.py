@@ -1,4 +1,4 @@
-"""A model folder of Hugging Face's transformers: names and order of rows.
+"""Reads a model folder of Hugging Face's transformers: names and order of rows.
 
 What it is: the same tensors under other names. The rows of wq and wk are permuted, because their
 RoPE rotates other pairs (`half_split`); w1 is `gate_proj`, w3 `up_proj`, w2 `down_proj`. A mistake

@@ -1,4 +1,4 @@
-"""config.json of Hugging Face's transformers, and the `LlamaConfig` that it describes.
+"""Converts between config.json of Hugging Face's transformers and `LlamaConfig`.
 
 What it is: the families of transformers whose blocks are Llama's with the differences that are
 fields of `LlamaConfig`: biases, norms of q and k, windows, experts. Every field that transformers
@@ -368,7 +368,7 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
 
 
 class _Experts(NamedTuple):
-    """Of each block: `per_token` of `number` experts compute a token, each `width` wide inside."""
+    """The experts of each block: each has width `width`, and `per_token` of `number` take a token."""
 
     number: int
     per_token: int

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder that say how a model is used, as an export writes them.
+"""Writes the files of a Hugging Face folder that say how a model is used.
 
 What it is: those that came with the model (`tokenizer/kept_files.py`) are written as they were. A
 model without them gets its tokenizer's begin and end. A run adds the tokens with which its own

@@ -1,4 +1,4 @@
-"""Whether the bytes of a checkpoint are those that were written, where its format can tell.
+"""Verifies the bytes of a checkpoint whose format has hashes or CRC-32.
 
 What it is: the files of a step folder have SHA-256 in its manifest, and the storages in a file of
 torch.save have CRC-32. A stock DCP folder has CRC-32 within its files, which are compared when a

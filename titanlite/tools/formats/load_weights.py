@@ -1,5 +1,4 @@
-"""Weights from a checkpoint of any format into a model: into a new run under any layout, or into
-one process.
+"""Loads weights from a checkpoint of any format into a run under any layout, or into one process.
 
 What it is: used by `checkpoint.initial_load`, `titanlite generate` and other tools. A step folder
 is loaded as a resumed run loads it (`checkpoint/planner.py`): by its manifest, so that a process

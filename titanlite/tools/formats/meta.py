@@ -1,4 +1,4 @@
-"""A model folder as Meta publishes it: `consolidated.*.pth`, `params.json`, `tokenizer.model`.
+"""Reads a model folder of Meta: `consolidated.*.pth`, `params.json`, `tokenizer.model`.
 
 What it is: the same names and order of rows as titanlite's. Larger models come in several files,
 one per model-parallel process, each with a shard of every matrix: rows of wq, wk, wv, w1, w3 and

@@ -1,5 +1,5 @@
-"""The output of a conversion: written under a temporary name beside the target, synced, and renamed
-when complete.
+"""Publishes the output of a conversion: a temporary name beside the target becomes the target when
+all is written.
 
 What it is: which targets may be replaced, the temporary names, the rename. A conversion holds the
 lock of its target, so what lies beside it under a temporary name was left by killed conversions and

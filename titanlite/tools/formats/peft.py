@@ -1,4 +1,4 @@
-"""PEFT's folder of low-rank adapters: adapter_config.json and adapter_model.safetensors.
+"""Reads and describes PEFT's folder of adapters: adapter_config.json, adapter_model.safetensors.
 
 What it is: the factors A and B of each adapter under Hugging Face's names. The rows of B of wq and
 wk are in Hugging Face's order, as the rows of the weights that they are added to.

@@ -1,5 +1,4 @@
-"""The index of a stock DCP folder, a pickle, as JSON: read in a process with limits, and without
-running it.
+"""Reads the index of a stock DCP folder, a pickle, without running it, in a process with limits.
 
 What it is: a pickle is a program. GLOBAL fetches any function, REDUCE calls it. Here an unpickler
 gets, for each name on a list, a stand-in that records its arguments (`Made`), and for any other

@@ -1,4 +1,4 @@
-"""safetensors files, one or several: where their tensors lie, and writing them block by block.
+"""Reads and writes safetensors files: one, several with an index, or the shards of DCP.
 
 What it is: 8 bytes of length, a JSON header, the numbers. Several files come with
 `model.safetensors.index.json`, which lists the file of each tensor: Hugging Face's convention. Or

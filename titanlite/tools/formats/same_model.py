@@ -1,5 +1,4 @@
-"""Whether the weights in a file are those of the model that they are for: every difference, in one
-error.
+"""Compares the weights in a file with the model that they are for; one error has all differences.
 
 Why it is here: most differences raise no error by themselves. Weights fit into a model with another
 RoPE theta, epsilon or number of heads; more layers than the model has, biases or a second embedding

@@ -1,4 +1,4 @@
-"""A scratch file for writers that take whole tensors: those of torch.save and DCP.
+"""Makes a scratch file for writers that take whole tensors: those of torch.save and DCP.
 
 What it is: the converted tensors are written block by block into a safetensors file beside the
 output, and the writer gets them memory-mapped from there. Their pages belong to the page cache and

@@ -1,5 +1,4 @@
-"""A second reading of config.json, to compare exports with: it shares no code with
-`huggingface_config.py`.
+"""Reads config.json a second time, to compare exports: no code of `huggingface_config.py`.
 
 What it is: the `Description` of the second Llama, from the fields of the file by the rules of
 transformers 5: which of two places it reads, what it takes where a field is absent, and how it

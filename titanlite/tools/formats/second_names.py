@@ -1,5 +1,5 @@
-"""A second reading of the tensors of a Hugging Face folder, to compare conversions with: it shares
-no names with `huggingface.py`.
+"""Reads the tensors of a Hugging Face folder a second time, to compare conversions: no names of
+`huggingface.py`.
 
 What it is: the weights that the second Llama asks for by titanlite's names, from the folder's
 tensors as they lie there: rows of wq and wk in Hugging Face's order, and each expert of a mixture

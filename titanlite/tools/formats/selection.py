@@ -1,5 +1,6 @@
-"""Which weights of a checkpoint to open. Imports no torch, because commands read their options
-before torch is imported.
+"""Selects the weights of a checkpoint that are opened.
+
+It imports no torch, because commands read their options before torch is imported.
 """
 
 from __future__ import annotations

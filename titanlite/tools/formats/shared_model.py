@@ -1,4 +1,4 @@
-"""A model whose weights several processes share, for commands that only compute forwards.
+"""Shares a model's weights among processes, for commands that only compute forwards.
 
 What it is: FSDP (`parallel/fsdp.py`) over all processes. Each reads and holds 1/n of every weight;
 a forward gathers one block at a time and frees it again. So every process must take part in each

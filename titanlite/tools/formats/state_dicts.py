@@ -1,4 +1,4 @@
-"""Files and folders that hold tensors by name: torch.save, stock DCP and safetensors.
+"""Reads files and folders that hold tensors by name: torch.save, stock DCP and safetensors.
 
 What it is: such a file knows nothing of models. Its names become those of titanlite's parameters,
 whatever wrapper or trainer saved them; training state is set apart; names of other software are

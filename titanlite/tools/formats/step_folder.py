@@ -1,4 +1,4 @@
-"""A step folder of titanlite as a `FullState`: a run's checkpoint, read without its run.
+"""Reads a run's checkpoint, a step folder, as a `FullState`.
 
 What it is: the manifest says which box of each tensor lies in which file, and the files' headers at
 which byte. A run's folder means its newest committed step.

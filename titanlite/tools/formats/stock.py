@@ -1,5 +1,4 @@
-"""Reading a stock DCP folder (`.metadata` + `*.distcp`), as torchtitan writes it, without running
-code in it.
+"""Reads a stock DCP folder (`.metadata`, `*.distcp`), as torchtitan writes it; runs no code in it.
 
 What it is: stock DCP unpickles the index and each non-tensor entry, which runs any code in them,
 and reads tensors without checking their CRC. Here the index is read by `pickle_reader.py`, and

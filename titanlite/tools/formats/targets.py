@@ -96,7 +96,7 @@ class Target:
         return result
 
     def rounded(self, export: Export, tensor: FullTensor, rows: Tensor) -> Tensor:
-        """Rows of the source as a reader of the target gets them."""
+        """Rounds rows of the source as the target does."""
         return rows.to(export.dtype_of(tensor))
 
     def has_half_split(self, model: LlamaConfig) -> bool:

@@ -1,5 +1,4 @@
-"""Reading files of `torch.save`: which tensors lie where in them, without running code from the
-file.
+"""Finds the tensors in a file of `torch.save`, without running code from the file.
 
 What it is: an uncompressed zip archive. `data.pkl` is a pickle of a tree of dicts, in which a
 tensor is (storage, offset, shape, strides); `data/<n>` are the storages, each with a CRC-32.
@@ -92,7 +91,7 @@ def _reason(error: Exception) -> str:
 
 
 class Slice(io.RawIOBase):
-    """A range of a file's bytes as a file, of which at most `most` are read."""
+    """A range of a file as a file; reading more than `most` bytes of it raises ValueError."""
 
     def __init__(self, file: BinaryIO, start: int, length: int, most: int) -> None:
         self._file = file

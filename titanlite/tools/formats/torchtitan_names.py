@@ -1,4 +1,4 @@
-"""torchtitan's names of the parameters, in two generations.
+"""Translates torchtitan's two generations of parameter names.
 
 What it is: torchtitan 0.2 has titanlite's names. From 0.3 on, wq, wk and wv are in a module
 `qkv_linear`, and the output is `lm_head`. The rows of a Llama are in the same order as here. Its

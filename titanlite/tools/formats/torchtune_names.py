@@ -1,4 +1,4 @@
-"""torchtune's names of a Llama's parameters.
+"""Translates torchtune's names of a Llama's parameters.
 
 What it is: the same tensors as here, in the same order of rows (Meta's), under other names. Its
 Qwen models rotate other pairs, so their rows are in another order: they are refused.

@@ -1,1 +1,1 @@
-"""Configs of other trainers as ours: `titanlite import-config`."""
+"""Converts configs of other trainers: `titanlite import-config`."""

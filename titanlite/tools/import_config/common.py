@@ -1,4 +1,4 @@
-"""What the trainers have in common: batch sizes, replicas, weight decay, the lowest rate."""
+"""Converts what several trainers have: batch sizes, replicas, weight decay, the lowest rate."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def replicate(draft: Draft, names: str) -> None:
 
 
 def spare_norms_and_biases(draft: Draft, names: str) -> None:
-    """Weight decay for matrices alone, the embedding's too; `optimizer.decayed` would spare it."""
+    """Lets matrices alone decay, the embedding's too, which `optimizer.decayed` would spare."""
     if draft.get("optimizer.weight_decay") == 0:
         return
     groups = [{"pattern": "*norm.weight", "weight_decay": 0.0}]

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON.
+"""Converts DeepSpeed's JSON.
 
 Read at v0.19.5: deepspeed/runtime/config.py and constants.py, the config classes of its parts,
 lr_schedules.py and, for the optimizers' defaults, engine.py and ops/adam.
@@ -49,7 +49,7 @@ def _stage(draft: Draft) -> None:
 
 
 def _offload(draft: Draft) -> None:
-    """CPU memory; with the parameters the moments are there too."""
+    """Offloads to CPU memory; with the parameters the moments are there too."""
     devices = {
         "parallel.cpu_offload": f"{ZERO}offload_param.device",
         "parallel.optimizer_offload": f"{ZERO}offload_optimizer.device",

@@ -1,4 +1,4 @@
-"""Reads the config of another trainer: which one it is of, and what it is here."""
+"""Detects the trainer that a config belongs to, and translates it."""
 
 from __future__ import annotations
 

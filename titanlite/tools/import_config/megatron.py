@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments, in a script, a file or a line.
+"""Converts Megatron-LM's arguments in a script, a file or a line.
 
 Read at core_v0.19.0: megatron/training/arguments.py, the dataclasses from which it makes arguments,
 and core/optimizer_param_scheduler.py. A switch is written as its option, so that of

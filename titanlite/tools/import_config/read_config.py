@@ -1,4 +1,4 @@
-"""The file of another trainer as tables: JSON, TOML, YAML, or arguments in a script or a line.
+"""Reads the tables of a config: JSON, TOML, YAML, or arguments in a script or a line.
 
 What it is: `read_table` reads a file, and `flatten` gives `{"optimizer.params.lr": 3e-4, ...}`.
 Nothing is run: of a script, the `--name value` pairs are read, with variables that the script sets

@@ -1,4 +1,4 @@
-"""torchtitan: its TOML of version 0.2, and the rows that version 0.3 has too.
+"""Converts torchtitan's TOML of version 0.2; version 0.3 has some of its rows.
 
 Read in torchtitan/config/job_config.py and torchtitan/models/{llama3,qwen3}/__init__.py, v0.2.2.
 Older keys are refused: those of 2024 put degrees into [training] and [experimental].

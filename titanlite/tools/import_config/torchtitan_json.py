@@ -1,4 +1,4 @@
-"""torchtitan 0.3: the JSON that a run writes with `debug.save_config_file`.
+"""Converts the JSON that a run of torchtitan 0.3 writes with `debug.save_config_file`.
 
 Configs of 0.3 are Python functions; the file is their result, with every field and the whole model.
 Read at commit b5bcd76 of 2026-08-21, in torchtitan/config/configs.py, trainer.py and the classes

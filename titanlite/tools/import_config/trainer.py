@@ -1,4 +1,4 @@
-"""TrainingArguments of Hugging Face's Trainer, as JSON or YAML, also with run_clm.py's own fields.
+"""Converts TrainingArguments of Hugging Face's Trainer, JSON or YAML, and run_clm.py's own fields.
 
 Read in transformers 5.23.0: training_args.py, optimization.py and trainer.py. Subclasses have other
 defaults (TRL's SFTConfig a learning rate of 2e-5), so a field that is not among these is refused.

@@ -1,4 +1,4 @@
-"""From the fields of a config to a TOML of ours, by the table of its format."""
+"""Translates the fields of a config to a TOML of ours, by the table of its format."""
 
 from __future__ import annotations
 

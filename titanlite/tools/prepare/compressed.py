@@ -1,4 +1,4 @@
-"""Files, compressed or not, as streams of bytes.
+"""Opens files, compressed or not, as streams of bytes.
 
 What it is: gzip by the standard library, Zstandard by the package `zstandard` (extra `[zstd]`).
 Data is decompressed as it is read, so that memory does not grow with it. Time does: 128 kB of

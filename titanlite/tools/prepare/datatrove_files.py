@@ -1,4 +1,4 @@
-"""Token ids that datatrove wrote: `.ds` with `.ds.index`, as `DocumentTokenizer` makes them.
+"""Reads token ids that datatrove's `DocumentTokenizer` wrote: `.ds` with `.ds.index`.
 
 What it is: the ids are of 16 or 32 bits; the index holds the number of ids up to the end of each
 document, in 64 bits. A file that was shuffled has its own index in the new order. `.ds.metadata`,

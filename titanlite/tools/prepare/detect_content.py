@@ -1,4 +1,4 @@
-"""What a file contains: text, rows or token ids, and whether it is compressed.
+"""Detects what a file contains, text, rows or token ids, and whether it is compressed.
 
 What it is: detection by the first bytes, and by the name (.bin, .npy, .idx, .ds, .jsonl, .csv) only
 where they are ambiguous. JSON lines, tables and binary files are never read as text; the error for

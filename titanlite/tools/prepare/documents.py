@@ -1,4 +1,4 @@
-"""Documents, as every reader yields them.
+"""Defines the documents that every reader yields.
 
 What it is: a reader is a function of a piece of a file (`job.py`) that yields documents in a fixed
 order, and a `BadRow` for each that it cannot read. There is one reader for text (`text_files.py`),
@@ -36,7 +36,7 @@ class Document(NamedTuple):
 
 
 class BadRow(NamedTuple):
-    """A row that is left out, and counted."""
+    """A row that is left out and counted."""
 
     row: int
     problem: str

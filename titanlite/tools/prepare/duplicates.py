@@ -1,4 +1,4 @@
-"""Equal documents: which of them stay.
+"""Decides which of equal documents stay.
 
 What it is: documents with the same hash of their text are duplicates, and the first one stays, but
 one of a separate validation source before all others. Equal are documents that differ in Unicode's

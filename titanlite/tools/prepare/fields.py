@@ -1,4 +1,4 @@
-"""What a message says about fields: the nearest name, or that they hold conversations."""
+"""Writes what a message says about fields: the nearest name, or that they hold conversations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets of the package `datasets`: `hf:NAME[:CONFIG[:SPLIT]]`, on the Hub or in a local folder.
+"""Opens data sets of the package `datasets`: `hf:NAME[:CONFIG[:SPLIT]]`, a folder or on the Hub.
 
 What it is: a data set is streamed in the pieces that the package offers, its shards. A local one
 has the size and the version of its files; one on the Hub has neither.

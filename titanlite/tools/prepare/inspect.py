@@ -1,4 +1,4 @@
-"""`titanlite prepare --inspect`: summary, verification and decoded samples of a prepared folder.
+"""Summarises, verifies and samples a prepared folder: `titanlite prepare --inspect`.
 
 What it is: the manifest in a few lines, a verification of every byte, and samples of documents
 decoded by the tokenizer that it was prepared with. In a sample, tokens that are not targets are

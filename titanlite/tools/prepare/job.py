@@ -1,4 +1,4 @@
-"""A job of preparation: its files and settings, and how it is cut into parts.
+"""Describes a job of preparation, its files and settings, and cuts it into parts.
 
 What it is: the files of a job are concatenated in order into one sequence of bytes and divided into
 n equal ranges; part i is the i-th range. A large text or JSONL file is cut where the sequence is

@@ -1,4 +1,4 @@
-"""Token ids that litdata wrote for its `TokensLoader`: chunk-0-0.bin, described by index.json.
+"""Reads token ids that litdata wrote for its `TokensLoader`: chunk-0-0.bin with index.json.
 
 What it is: a chunk begins with the number n of its items and the n + 1 bytes at which they begin
 and the last one ends, in 32 bits each. The items follow. For `TokensLoader` an item is ids without

@@ -1,4 +1,4 @@
-"""The rows of a Parquet file: read in a process with limits.
+"""Reads the rows of a Parquet file in a process with limits.
 
 What it is: pyarrow reads the file in a child process, which writes the bytes of each row to a pipe.
 Its memory and CPU time have limits that grow with the size of what is read, and a row longer than a

@@ -1,4 +1,4 @@
-"""One part of a job -> its shard files and a record of what was read.
+"""Makes one part of a job: its shard files and a record of what was read.
 
 What it is: the work of one process. `tokenise_part` writes the shards of part i, and then its
 record: as long as that is absent, the part is to be made (again). If duplicates are to be dropped,
@@ -316,6 +316,6 @@ def _write_ids(
 
 
 def _split_of(data: bytes) -> str:
-    """Held out is one document of HOLDOUT, by a hash of its content."""
+    """Holds out one document of HOLDOUT, chosen by a hash of its content."""
     number = int.from_bytes(hashlib.sha256(data).digest(), "big")
     return "validation" if number % HOLDOUT == 0 else "train"

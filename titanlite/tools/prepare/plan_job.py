@@ -1,4 +1,4 @@
-"""Sources -> a job: what each file contains, and which documents are held out.
+"""Plans a job: what each file of its sources contains, and which documents are held out.
 
 What it is: the decisions that precede any work. One document of twenty is for validation, chosen by
 a hash: of its text for rows, of its relative path for a text file. If that leaves all text files or

@@ -1,4 +1,4 @@
-"""Rows: JSON lines, Parquet, and data sets of the package `datasets`. A row is a document.
+"""Reads rows, each a document: JSON lines, Parquet, and data sets of the package `datasets`.
 
 What it is: for each row its text, and the prompt before it if there is a prompt field. A row that
 cannot be used (broken JSON, not UTF-8, no such field, another type) becomes a `BadRow`; an empty

@@ -1,4 +1,4 @@
-"""What a source of data is: files, found and listed in a fixed order.
+"""Finds the files of a source of data, and lists them in a fixed order.
 
 What it is: a path as it stands in a config or on the command line -> a name, a root and a list of
 files with sizes and times of modification. Hidden files and folders are left out, and `**` does not

@@ -1,4 +1,4 @@
-"""Text files: a file is a document.
+"""Reads text files, each a document.
 
 What it is: the text of a file in blocks that end at line ends, so that a file of any size is read
 with little memory. A file whose split is `tail` is two documents: its last twentieth is for

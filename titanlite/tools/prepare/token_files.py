@@ -1,4 +1,4 @@
-"""Token ids that other programs wrote, as `token_layout.py` finds them in .bin and .npy.
+"""Reads token ids that other programs wrote, in the layouts of `token_layout.py`.
 
 What it is: the ids as they are, without a bos or eos around a document. Megatron's index lists the
 documents. The other files are one sequence of ids; documents are between occurrences of the

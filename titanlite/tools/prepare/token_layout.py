@@ -1,4 +1,4 @@
-"""Where the ids are in a file of token ids, and of which type they are.
+"""Finds where the ids are in a file of token ids, and of which type they are.
 
 What it is: files that state the type are read as they say: llm.c's header, NumPy's, Megatron's
 index, litdata's index.json. A file without any of these (nanoGPT, `ndarray.tofile`, the memory maps

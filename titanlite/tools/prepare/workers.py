@@ -1,4 +1,4 @@
-"""Parts of a job on the cores of this machine.
+"""Runs the parts of a job on the cores of this machine.
 
 What it is: each worker is a process that reads the numbers of parts from its standard input and
 answers each with one JSON line: that it is done, or what is wrong. A thread of this process waits
