@@ -368,7 +368,7 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
 
 
 class _Experts(NamedTuple):
-    """The experts of each block: each has width `width`, and `per_token` of `number` take a token."""
+    """The experts of each block: `number` of them, `per_token` for a token, each `width` wide."""
 
     number: int
     per_token: int
