@@ -22,9 +22,9 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from titanlite.distributed.run_folder import lock
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import sync_folder, write_synced
+from titanlite.runtime.lock_file import lock_file
 from titanlite.tools.formats.model_card import CARD, is_card
 
 logger = logging.getLogger("titanlite")
@@ -94,24 +94,15 @@ def lock_target(target: Path, source: Path) -> Iterator[None]:
     On entry it removes what killed conversions have left, and gives back the target's name to what
     one has replaced.
     """
-    path = target.with_name(f".{target.name}.titanlite-lock")
-    while True:
+    with contextlib.ExitStack() as stack:
         try:
-            lock_file = lock(path)
+            stack.enter_context(lock_file(target.with_name(f".{target.name}.titanlite-lock")))
         except BlockingIOError:
             raise ConfigError(
                 f"{target}: another conversion is writing it; wait for it, or choose another path"
             ) from None
-        if path.exists() and os.path.samestat(path.stat(), os.fstat(lock_file.fileno())):
-            break
-        lock_file.close()  # another conversion has ended and removed the file meanwhile
-    try:
         _remove_leftovers(target, source)
         yield
-    finally:
-        with contextlib.suppress(OSError):  # the next conversion locks and removes it
-            path.unlink(missing_ok=True)
-        lock_file.close()
 
 
 def temporary_path(target: Path) -> Path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -25,7 +24,8 @@ from typing import Any
 from titanlite.data.prepared_manifest import AGAIN, FORMAT, read_manifest, token_dtype
 from titanlite.data.verification import expected_files
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import NO_LOCKS, make_folder, replace_file, sync_folder
+from titanlite.runtime.files import make_folder, replace_file, sync_folder
+from titanlite.runtime.lock_file import lock_file
 from titanlite.runtime.progress import progress_bar
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.duplicates import KEPT, decide_duplicates, hashes_path
@@ -70,40 +70,17 @@ def working_folder(folder: Path) -> Path:
 def hold(folder: Path, wait: bool) -> Iterator[None]:
     """Keeps other processes from working on a prepared folder: `.NAME.lock` beside it is locked.
 
-    `wait`: wait for such a process; without it there is a ConfigError. Where the file system has
-    no locks, processes are not kept apart: one of them may fail, and can be started again.
+    `wait`: wait for such a process; without it there is a ConfigError.
     """
     make_folder(folder.parent)
-    path = folder.with_name(f".{folder.name}.lock")
-    descriptor = _lock(path, folder, wait)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _lock(path: Path, folder: Path, wait: bool) -> int:
-    """The descriptor of the locked file."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
-                return descriptor
-        except FileNotFoundError:
-            pass  # removed between the two looks, as below
+            stack.enter_context(lock_file(folder.with_name(f".{folder.name}.lock"), wait))
         except BlockingIOError:
-            os.close(descriptor)
             raise ConfigError(
                 f"{folder}: another process works in this folder; wait for it"
             ) from None
-        except OSError as error:
-            if error.errno in NO_LOCKS:
-                return descriptor
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # the process that held it has removed the file
+        yield
 
 
 def build(
