@@ -11,6 +11,7 @@ mapped one would end the process.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, reason_of
 
 # Step and trained length, beside weights whose format has no field for them
 ORIGIN = "titanlite.json"
@@ -194,6 +195,20 @@ class About:
     data: str = ""  # fingerprint of the prepared data
     files: dict[str, bytes] = field(default_factory=dict)  # small files of a step folder
     averaged: bool = False  # whether the weights are the average of those of the run
+
+
+@contextlib.contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Turns what wrong contents of a file raise into a CorruptCheckpoint: the file is not `what`.
+
+    A ConfigError stays as it is.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise CorruptCheckpoint(f"{path}: not {what} ({reason_of(error)})") from None
 
 
 class Record(NamedTuple):

@@ -22,13 +22,12 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import torch
 
-from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig, RopeScaling
-from titanlite.runtime.errors import ConfigError, reason_of
+from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.kept_files import to_files
 from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
 from titanlite.tools.formats import gguf_kept, gguf_tokenizer
-from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part
+from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part, reading
 from titanlite.tools.formats.gguf_file import (
     ARCHITECTURES,
     DTYPES,
@@ -207,7 +206,7 @@ def _tensor(
 
 def open_file(path: Path) -> FullState:
     """The checkpoint in a GGUF file. Raises CorruptCheckpoint or ConfigError."""
-    try:
+    with reading(path, "a GGUF file that can be read"):
         fields, tensors = read_header(path)
         factors: np.ndarray[Any, Any] | None = None
         if FREQUENCIES in tensors:
@@ -216,12 +215,6 @@ def open_file(path: Path) -> FullState:
                 raise ValueError(f"{FREQUENCIES} of shape {divisors.shape}")
             factors = divisors.read().float().numpy()
         config = _config(path, fields, tensors, factors)
-    except (ValueError, KeyError, TypeError, ArithmeticError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise CorruptCheckpoint(
-            f"{path}: not a GGUF file that can be read ({reason_of(error)})"
-        ) from None
     architecture = fields["general.architecture"]
     by_name: dict[str, FullTensor] = {}
     for name, gguf_name in names(config).items():

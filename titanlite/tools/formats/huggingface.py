@@ -20,12 +20,19 @@ from typing import Any
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig, block_shapes
 from titanlite.runtime.documents import read_json
-from titanlite.runtime.errors import ConfigError, reason_of
+from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.typed_json import typed
 from titanlite.tokenizer.kept_files import read_kept, to_files
 from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
 from titanlite.tools.chat.find_template import find_template
-from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part, same_numbers
+from titanlite.tools.formats.full_state import (
+    About,
+    FullState,
+    FullTensor,
+    Part,
+    reading,
+    same_numbers,
+)
 from titanlite.tools.formats.huggingface_config import family_of, from_config
 from titanlite.tools.formats.huggingface_tokenizer import read_tokenizer
 from titanlite.tools.formats.safetensors_files import read_folder
@@ -94,22 +101,9 @@ def open_folder(folder: Path) -> FullState:
     Raises CorruptCheckpoint or ConfigError.
     """
     path = folder / "config.json"
-    try:
+    with reading(path, "the configuration of a Llama"):
         fields = typed(dict[str, Any], read_json(path))
         config = from_config(path, fields)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-    ) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise CorruptCheckpoint(
-            f"{path}: not the configuration of a Llama ({reason_of(error)})"
-        ) from None
     stored = without_tables(read_folder(folder))
     tensors = _take_fused(stored, config)
     for name, hf_names in names(config).items():

@@ -17,13 +17,13 @@ from typing import Any
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig, RopeScaling
 from titanlite.runtime.documents import read_json
-from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.tools.formats.full_state import (
     About,
     FullState,
     FullTensor,
     Part,
     Record,
+    reading,
     same_numbers,
 )
 from titanlite.tools.formats.huggingface_tokenizer import companions_in, tokenizer_in
@@ -153,7 +153,7 @@ def open_folder(folder: Path) -> FullState:
         trees.append(tree)
         records += of_file
     path = folder / "params.json"
-    try:
+    with reading(path, "the parameters of a Llama"):
         fields = read_json(path)
         dim = fields["dim"]
         tensors: dict[str, FullTensor] = {}
@@ -175,19 +175,6 @@ def open_folder(folder: Path) -> FullState:
         if tied:
             tensors.pop("output.weight", None)
         config = from_params(fields, tensors["tok_embeddings.weight"].shape[0], tied)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-    ) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise CorruptCheckpoint(
-            f"{path}: not the parameters of a Llama ({reason_of(error)})"
-        ) from None
     about = About("llama", config, tokenizer_in(folder), layout=f"{len(files)} files")
     about.files = companions_in(folder)
     state = FullState(folder, about, tensors)

@@ -13,13 +13,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig
 from titanlite.runtime.documents import read_json
-from titanlite.runtime.errors import ConfigError, reason_of
+from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.typed_json import typed
 from titanlite.tools.formats.adapters import lora_of, missing_adapters, require_every_adapter
-from titanlite.tools.formats.full_state import About, FullState
+from titanlite.tools.formats.full_state import About, FullState, reading
 from titanlite.tools.formats.huggingface import LAYER, is_permuted
 from titanlite.tools.formats.safetensors_files import command_from_pickle, read_whole_file
 from titanlite.tools.formats.shape_file import LARGEST
@@ -112,7 +111,7 @@ def torchtune_advice(folder: Path) -> str:
 def read_folder(folder: Path, model: LlamaConfig) -> FullState:
     """The adapters in PEFT's folder, for a model. Raises ConfigError or CorruptCheckpoint."""
     path = folder / CONFIG
-    try:
+    with reading(path, "PEFT's configuration"):
         fields = typed(dict[str, Any], read_json(path))
         problems = [
             f"{path}: {key} = {fields[key]!r:.200}; allowed: {', '.join(map(repr, values))}"
@@ -121,8 +120,6 @@ def read_folder(folder: Path, model: LlamaConfig) -> FullState:
         ]
         numbers = typed(_Numbers, {name: fields[name] for name in NUMBERS if name in fields})
         expected = targets_of(fields, model)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{path}: not PEFT's configuration: {reason_of(error)}") from None
     lora = {
         "rank": numbers.r,
         "alpha": float(numbers.lora_alpha),
