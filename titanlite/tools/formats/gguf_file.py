@@ -1,12 +1,11 @@
-"""Writes GGUF, the file of llama.cpp, and opens it for the comparison.
+"""Writes GGUF, the file of llama.cpp.
 
-What it is: metadata, the tokenizer and the tensors in one file, written by the `gguf` package
-(`pip install gguf`); `gguf_reader.py` reads files of other programs. The architecture `llama` has
-titanlite's order of rows, `qwen2` (biases of q, k and v) and `qwen3` (norms of q and k) have
-Hugging Face's. Vectors are fp32 whatever the matrices are; `q8_0` stores 32 numbers of a row as
-8-bit integers and a scale. Llama 3.1's RoPE scaling is a tensor of divisors, one per frequency.
-Its numbers are in metadata too, for which `rope.scaling.factor` cannot serve: llama.cpp would also
-scale linearly by it.
+What it is: metadata, the tokenizer and the tensors in one file, written by the `gguf` package (`pip
+install gguf`); `gguf_reader.py` reads it. The architecture `llama` has titanlite's order of rows,
+`qwen2` (biases of q, k and v) and `qwen3` (norms of q and k) have Hugging Face's. Vectors are fp32
+whatever the matrices are; `q8_0` stores 32 numbers of a row as 8-bit integers and a scale. Llama
+3.1's RoPE scaling is a tensor of divisors, one per frequency. Its numbers are in metadata too, for
+which `rope.scaling.factor` cannot serve: llama.cpp would also scale linearly by it.
 What it costs: one whole tensor in memory, because the package takes no less.
 Reference: github.com/ggml-org/ggml, docs/gguf.md
 """
@@ -31,7 +30,7 @@ from titanlite.tokenizer.tokenizer import PATTERN, Tokenizer
 from titanlite.tokenizer.tokenizer_json import GPT2_PATTERN, QWEN_PATTERN, TEMPLATE_FILE
 from titanlite.tools.formats import gguf_kept, huggingface
 from titanlite.tools.formats.export import Export
-from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part, half_split
+from titanlite.tools.formats.full_state import FullTensor, half_split
 from titanlite.tools.formats.gguf_tokenizer import NFC, NORMALIZED, name_of
 from titanlite.tools.formats.huggingface_config import family_of
 from titanlite.tools.formats.huggingface_tokenizer import merge_list, template_adds
@@ -322,41 +321,3 @@ def _write_metadata(writer: Any, export: Export, length: int) -> None:
     adds_bos, adds_eos = template_adds(tokenizer)
     writer.add_add_bos_token(adds_bos)
     writer.add_add_eos_token(adds_eos)
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizedTensor(FullTensor):
-    """A matrix of a ggml type, read as fp32. Its part has the bytes of each row."""
-
-    kind: str = "Q8_0"
-
-    def _read(self, start: int, stop: int) -> Tensor:
-        gguf = package()
-        (part,) = self.parts
-        rows = part.read(torch.uint8, start, stop).numpy()
-        return torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[self.kind]))
-
-
-def read_back(path: Path, config: LlamaConfig) -> FullState:
-    """Opens a file that `write` made. Raises KeyError if a tensor is missing.
-
-    It reads tensors only: metadata has fp32 where the model may have more digits.
-    """
-    gguf = package()
-    entries = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    architecture = architecture_of(config)
-    tensors: dict[str, FullTensor] = {}
-    for name, gguf_name in names(config).items():
-        entry = entries[gguf_name]
-        shape = tuple(int(size) for size in reversed(entry.shape))
-        kind = entry.tensor_type.name
-        begin = int(entry.data_offset)
-        offsets = (0,) * len(shape)
-        width = stored_width(name, architecture, config)
-        if kind == "Q8_0":
-            part = Part(path, begin, offsets, (shape[0], int(entry.n_bytes) // shape[0]))
-            tensors[name] = QuantizedTensor(torch.float32, shape, (part,), width)
-        else:
-            part = Part(path, begin, offsets, shape)
-            tensors[name] = FullTensor(DTYPES[kind], shape, (part,), width)
-    return FullState(path, About("gguf", config), tensors)

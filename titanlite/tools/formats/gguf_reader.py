@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from titanlite.model.flavors import LlamaConfig, RopeScaling
 from titanlite.runtime.errors import ConfigError
@@ -33,7 +34,7 @@ from titanlite.tools.formats.gguf_file import (
     DTYPES,
     FREQUENCIES,
     SCALING,
-    QuantizedTensor,
+    architecture_of,
     frequency_factors,
     names,
     package,
@@ -136,6 +137,19 @@ class _Header:
         return self._file.tell()
 
 
+@dataclasses.dataclass(frozen=True)
+class QuantizedTensor(FullTensor):
+    """A matrix of a ggml type, read as fp32. Its part has the bytes of each row."""
+
+    kind: str = "Q8_0"
+
+    def _read(self, start: int, stop: int) -> Tensor:
+        gguf = package()
+        (part,) = self.parts
+        rows = part.read(torch.uint8, start, stop).numpy()
+        return torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[self.kind]))
+
+
 class Content(NamedTuple):
     """What a GGUF file holds."""
 
@@ -216,13 +230,7 @@ def open_file(path: Path) -> FullState:
             factors = divisors.read().float().numpy()
         config = _config(path, fields, tensors, factors)
     architecture = fields["general.architecture"]
-    by_name: dict[str, FullTensor] = {}
-    for name, gguf_name in names(config).items():
-        tensor = tensors.pop(gguf_name, None)
-        if tensor is None:
-            continue
-        width = stored_width(name, architecture, config)
-        by_name[name] = dataclasses.replace(tensor, half_split=width)
+    by_name = _take_ours(tensors, config, architecture)
     length = sequence_length(fields.get(f"{architecture}.context_length", 0))
     # What is left in `tensors` is not known: comparing the models reports it
     about = About("gguf", config, gguf_tokenizer.read_tokenizer(path, fields), seq_len=length)
@@ -231,6 +239,30 @@ def open_file(path: Path) -> FullState:
     if isinstance(template, str):
         about.files[TEMPLATE_FILE] = template.encode()
     return FullState(path, about, by_name | tensors)
+
+
+def read_back(path: Path, config: LlamaConfig) -> FullState:
+    """Opens a file that `gguf_file.write` made of this model. Raises CorruptCheckpoint.
+
+    Its metadata is not read: it has fp32 where the model may have more digits.
+    """
+    with reading(path, "a GGUF file that can be read"):
+        _, tensors = read_header(path)
+    tensors.pop(FREQUENCIES, None)
+    by_name = _take_ours(tensors, config, architecture_of(config))
+    return FullState(path, About("gguf", config), by_name | tensors)
+
+
+def _take_ours(
+    tensors: dict[str, FullTensor], config: LlamaConfig, architecture: str
+) -> dict[str, FullTensor]:
+    """Removes the model's parameters from the tensors, and returns them by our names."""
+    taken: dict[str, FullTensor] = {}
+    for name, gguf_name in names(config).items():
+        if gguf_name in tensors:
+            width = stored_width(name, architecture, config)
+            taken[name] = dataclasses.replace(tensors.pop(gguf_name), half_split=width)
+    return taken
 
 
 def _config(

@@ -42,6 +42,7 @@ from titanlite.tokenizer.tokenizer_json import (
 )
 from titanlite.tools.formats import (
     gguf_file,
+    gguf_reader,
     huggingface,
     huggingface_config,
     huggingface_kept,
@@ -379,7 +380,7 @@ class Gguf(Target):
 
     def read_back(self, path: Path, model: LlamaConfig | None) -> FullState:
         assert model is not None
-        return gguf_file.read_back(path, model)
+        return gguf_reader.read_back(path, model)
 
     def rounded(self, export: Export, tensor: FullTensor, rows: Tensor) -> Tensor:
         return gguf_file.rounded(tensor, rows, export.dtype, export.q8)
