@@ -82,7 +82,7 @@ def to_tokenizer_json(folder: Path) -> bytes:
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer,
         "post_processor": template(*around),
-        "decoder": _level(add_prefix_space=False, use_regex=True),
+        "decoder": byte_level(use_regex=True),
         "model": {"type": "BPE", "vocab": vocab, "merges": _read_merges(folder, vocab)},
     }
     content = json.dumps(main).encode() + b"\0" + json.dumps(ends).encode()
@@ -135,18 +135,23 @@ def _class_of(folder: Path, config: Json) -> str:
 def _cut(kind: str, prefix_space: bool) -> tuple[Json | None, Json]:
     """Builds the normalizer and the pre-tokenizer of a class."""
     if kind == "GPT2Tokenizer":
-        return None, _level(prefix_space, use_regex=True)
-    split = {
+        return None, byte_level(use_regex=True, add_prefix_space=prefix_space)
+    level = byte_level(use_regex=False, add_prefix_space=prefix_space)
+    return {"type": "NFC"}, {"type": "Sequence", "pretokenizers": [split(QWEN_PATTERN), level]}
+
+
+def split(pattern: str) -> Json:
+    """Builds the pre-tokenizer that cuts text by a pattern."""
+    return {
         "type": "Split",
-        "pattern": {"Regex": QWEN_PATTERN},
+        "pattern": {"Regex": pattern},
         "behavior": "Isolated",
         "invert": False,
     }
-    level = _level(prefix_space, use_regex=False)
-    return {"type": "NFC"}, {"type": "Sequence", "pretokenizers": [split, level]}
 
 
-def _level(add_prefix_space: bool, use_regex: bool) -> Json:
+def byte_level(use_regex: bool, add_prefix_space: bool = False) -> Json:
+    """Builds the step that writes bytes as characters; `use_regex`: after GPT-2's pattern."""
     return {
         "type": "ByteLevel",
         "add_prefix_space": add_prefix_space,

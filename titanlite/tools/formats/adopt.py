@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.schema import Config
-from titanlite.model.flavors import LlamaConfig, RopeScaling
+from titanlite.model.flavors import LlamaConfig
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer_json import TOKENIZER_FILES
 from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.fingerprint import fingerprint
-from titanlite.tools.formats.same_model import require_own_tensors
+from titanlite.tools.formats.same_model import numbers_without_key, require_own_tensors
 
 
 def adopt_checkpoint(config: Config) -> Config:
@@ -89,11 +89,6 @@ def keys_of(model: LlamaConfig, path: Path) -> dict[str, Any]:
     keys["rope_factor"] = scaling.factor
     if scaling.kind != "linear":
         keys["rope_original_context"] = scaling.original_context
-    by_keys = RopeScaling(
-        scaling.factor, original_context=scaling.original_context, kind=scaling.kind
-    )
-    for field in dataclasses.fields(scaling):
-        value = getattr(scaling, field.name)
-        if value != getattr(by_keys, field.name):
-            raise ConfigError(f"{path}: {field.name} = {value:g}, for which there is no key")
+    for name, value in numbers_without_key(scaling).items():
+        raise ConfigError(f"{path}: {name} = {value:g}, for which there is no key")
     return keys

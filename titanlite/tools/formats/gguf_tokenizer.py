@@ -17,7 +17,7 @@ from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.tokenizer.tokenizer import PATTERN, Tokenizer
 from titanlite.tokenizer.tokenizer_json import JSON_FILES, QWEN_PATTERN, Json, steps
-from titanlite.tokenizer.vocab_and_merges import template
+from titanlite.tokenizer.vocab_and_merges import byte_level, split, template
 from titanlite.tools.formats import gguf_sentencepiece
 
 logger = logging.getLogger("titanlite")
@@ -31,31 +31,16 @@ CONTROL = 3
 USER_DEFINED = 4  # and text that is found before anything is merged
 
 
-def _level(use_regex: bool) -> Json:
-    return {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": use_regex,
-    }
-
-
 def _split(pattern: str) -> list[Json]:
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": pattern},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    return [split, _level(use_regex=False)]
+    return [split(pattern), byte_level(use_regex=False)]
 
 
 # llama.cpp's name -> what cuts the text, and whether words that are tokens stay whole
 PRE_TOKENIZERS: dict[str, tuple[list[Json], bool]] = {
-    "gpt-2": ([_level(use_regex=True)], False),
+    "gpt-2": ([byte_level(use_regex=True)], False),
     "llama-bpe": (_split(PATTERN), True),
     "qwen2": (_split(QWEN_PATTERN), False),
-    "smollm": ([{"type": "Digits", "individual_digits": True}, _level(use_regex=True)], False),
+    "smollm": ([{"type": "Digits", "individual_digits": True}, byte_level(use_regex=True)], False),
 }
 
 
@@ -146,7 +131,7 @@ def _byte_level(fields: dict[str, Any]) -> Json:
     return {
         "normalizer": {"type": "NFC"} if fields.get(NFC, pre == NORMALIZED) else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre_tokenizers},
-        "decoder": _level(use_regex=True),
+        "decoder": byte_level(use_regex=True),
         "model": {
             "type": "BPE",
             "ignore_merges": whole_words,

@@ -32,6 +32,7 @@ from titanlite.tokenizer.tokenizer_json import (
     VOCAB_FILE,
     of_template,
 )
+from titanlite.tokenizer.vocab_and_merges import byte_level, split, template
 
 IDENTITY = ("tokens", "ranks", "special", "bos", "eos", "before", "pattern", "nfc", "ids")
 logger = logging.getLogger("titanlite")
@@ -126,33 +127,15 @@ def _main(tokenizer: Tokenizer) -> dict[str, Any]:
         "normalized": False,
         "special": True,
     }
-    begin = {"SpecialToken": {"id": bos, "type_id": 0}}
-    first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": PATTERN},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
+    level = byte_level(use_regex=False)
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [{"id": i, "content": name, **flags} for name, i in special.items()],
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [begin, first],
-            "pair": [begin, first, {"SpecialToken": {"id": bos, "type_id": 1}}, second],
-            "special_tokens": {bos: {"id": bos, "ids": [special[bos]], "tokens": [bos]}},
-        },
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(PATTERN), level]},
+        "post_processor": template({bos: special[bos]}, {}),
         "decoder": level,
         "model": {
             "type": "BPE",

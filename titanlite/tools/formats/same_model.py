@@ -158,14 +158,22 @@ def _scaling_keys(scaling: RopeScaling | None) -> str:
     text = f"rope_scaling = {scaling.kind}, rope_factor = {scaling.factor:g}"
     if scaling.kind != "linear":
         text += f", rope_original_context = {scaling.original_context}"
+    for name, value in numbers_without_key(scaling).items():
+        text += f", {name} = {value:g} (no key)"
+    return text
+
+
+def numbers_without_key(scaling: RopeScaling) -> dict[str, float]:
+    """The numbers of a scaling that the keys of [model] cannot give."""
     usual = RopeScaling(
         scaling.factor, original_context=scaling.original_context, kind=scaling.kind
     )
-    for field in dataclasses.fields(scaling):
-        value = getattr(scaling, field.name)
-        if value != getattr(usual, field.name):
-            text += f", {field.name} = {value:g} (no key)"
-    return text
+    names = [field.name for field in dataclasses.fields(scaling)]
+    return {
+        name: getattr(scaling, name)
+        for name in names
+        if getattr(scaling, name) != getattr(usual, name)
+    }
 
 
 def _sizes(tensors: Tensors, model: LlamaConfig) -> dict[str, Any]:
