@@ -163,7 +163,7 @@ def run_processes(world: int, num_bytes: int, folder: Path) -> dict[str, float]:
 
 
 def train(mode: str, folder: Path) -> tuple[float, float, float]:
-    """(seconds of a save, seconds training waited for it, seconds of a step), medians of a run that
+    """Measures (seconds of a save, seconds training waited for it, seconds of a step), medians of a run that
     saves often.
     """
     options = [

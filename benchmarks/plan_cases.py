@@ -273,7 +273,7 @@ class Case:
 
     @functools.cached_property
     def needs(self) -> list[tuple[Memory, int]]:
-        """For each rank of pp the memory at its fullest moment, and the bytes of its gradients."""
+        """Computes for each rank of pp the memory at its fullest moment, and the bytes of its gradients."""
         layout = layout_of(self.config, self.llama, self.world_size)
         found = []
         for rank in self.counts.ranks:

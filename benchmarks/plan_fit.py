@@ -125,7 +125,7 @@ def fit_all(divided: dict[str, Halves], shared: Shared) -> dict[str, Fitted]:
 
 
 def choice_losses(cases: list[Case], fitted: dict[str, Fitted], shared: Shared) -> list[float]:
-    """How much slower the layout with the best prediction is than the best measured one.
+    """Computes how much slower the layout with the best prediction is than the best measured one.
 
     One number for each group of rows that differ in their layout only.
     """

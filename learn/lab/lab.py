@@ -222,7 +222,7 @@ def run_case(case: str, folder: Path) -> int:
 
 @contextlib.contextmanager
 def console_in(path: Path) -> Iterator[None]:
-    """Within it, what this process and those that it starts print goes into a file, as under a
+    """Redirects what this process and those that it starts print into a file, as under a
     scheduler.
     """
     sys.stdout.flush()

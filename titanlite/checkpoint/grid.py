@@ -1,4 +1,4 @@
-"""How a tensor is cut into boxes, and which file holds each of them.
+"""Describes how a tensor is cut into boxes, and which file holds each of them.
 
 What it is: FSDP and tensor parallel cut a tensor along its dimensions, so the parts of it are the
 cells of a grid. A grid is given by its edges in each dimension and the file of each cell, row by

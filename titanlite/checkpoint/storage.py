@@ -107,7 +107,7 @@ class StepWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """False: DCP cannot make one from a path alone."""
+        """Returns False: DCP cannot make this storage from a path alone."""
         return False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -235,7 +235,7 @@ class StepReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """False: DCP cannot make one from a path alone."""
+        """Returns False: DCP cannot make this storage from a path alone."""
         return False
 
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:

@@ -1,4 +1,5 @@
-"""Which layers form a pipeline stage, which stages a rank holds, and how much a stage receives.
+"""Decides which layers form a pipeline stage, and which stages a rank holds; counts what a stage
+receives.
 
 What it is: arithmetic on the model's sizes. A block and the output layer count with their number of
 parameters, which is proportional to their compute. The embedding has no matrix product, but it

@@ -58,7 +58,7 @@ def run(argv: list[str]) -> int:
 
 
 def _python(folder: Path) -> str:
-    """How a shell in `folder` calls an interpreter that finds titanlite: a clone need not be
+    """Writes how a shell in `folder` calls an interpreter that finds titanlite: a clone need not be
     installed.
     """
     command = shlex.quote(sys.executable)

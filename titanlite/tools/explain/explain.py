@@ -231,7 +231,7 @@ class Total(NamedTuple):
 
 
 def totals(events: Sequence[Event]) -> dict[tuple[str, str], Total]:
-    """(axis, kind) -> the total of these events."""
+    """Adds up these events: (axis, kind) -> total."""
     found: dict[tuple[str, str], Total] = {}
     for event in events:
         total = found.get((event.axis, event.kind), Total())

@@ -108,7 +108,7 @@ class Outcome:
 
 
 def plant(name: str) -> AbstractContextManager[None]:
-    """Within it the fault of this name is planted; none if `name` is empty."""
+    """Plants the fault of this name within the context; none if `name` is empty."""
     if not name:
         return contextlib.nullcontext()
     return find_fault(name).plant()
@@ -216,13 +216,13 @@ def llama_of(config: Config) -> LlamaConfig:
 
 
 def measure_planted(name: str, config: Config, llama: LlamaConfig, path: Path) -> Differences:
-    """In a worker: verify's comparison, with the fault."""
+    """Runs verify's comparison with the fault, in a worker."""
     with plant(name):
         return measure_steps(config, llama, path)
 
 
 def train_planted(name: str, arguments: list[str]) -> int:
-    """In a worker: a run of train.py with the fault; its exit code."""
+    """Runs train.py with the fault, in a worker; returns its exit code."""
     main = runpy.run_path(str(program_folder() / "train.py"))["main"]
     with plant(name):
         code: int = main(load_config(arguments))
@@ -244,8 +244,10 @@ def save_model(path: Path) -> None:
 
 
 def export_planted(name: str, folder: Path) -> tuple[float, float]:
-    """In a worker: exports a model for Hugging Face with the fault; the number of tensors that
-    differ when they are read again, and the difference of its logits relative to the largest one.
+    """Exports a model for Hugging Face with the fault, in a worker.
+
+    Returns the number of tensors that differ when they are read again, and the difference of its
+    logits relative to the largest one.
     """
     source = folder / "model.pt"
     save_model(source)
@@ -259,8 +261,10 @@ def export_planted(name: str, folder: Path) -> tuple[float, float]:
 
 
 def merge_planted(name: str, trained: Path, run: Path) -> float:
-    """In a worker: exports the run with the fault, which adds its adapters to its weights; the
-    difference of its logits from those of the run `trained`, relative to the largest one.
+    """Exports the run with the fault, in a worker, which adds its adapters to its weights.
+
+    Returns the largest difference of its logits from those of the run `trained`, relative to the
+    largest logit.
     """
     target = run.parent / "exported"
     with plant(name):
@@ -276,7 +280,7 @@ def unrounded(tensor: FullTensor, rows: Tensor) -> Tensor:
 
 
 def in_order(case: Case, ranks: Sequence[Differences]) -> list[Measured]:
-    """What verify measured, the largest of all ranks, in the order of a run."""
+    """Sorts what verify measured, the largest of all ranks, in the order of a run."""
     tolerances = tolerances_of(case)
     measured: list[Measured] = []
 
@@ -306,7 +310,7 @@ def compare_losses(expected: Path, run: Path) -> list[Measured]:
 
 
 def losses_of(folder: Path) -> dict[tuple[int, str], float]:
-    """(step, figure) -> value, in the order of the run's metrics.jsonl."""
+    """Reads (step, figure) -> value, in the order of the run's metrics.jsonl."""
     losses: dict[tuple[int, str], float] = {}
     for line in read_bounded(folder / "metrics.jsonl").splitlines():
         row = json.loads(line)

@@ -89,7 +89,7 @@ def _is_replaceable(path: Path) -> bool:
 
 @contextlib.contextmanager
 def lock_target(target: Path, source: Path) -> Iterator[None]:
-    """Within this context no other conversion writes the target. Raises ConfigError if one does.
+    """Excludes other conversions to the target. Raises ConfigError if one is writing it.
 
     On entry it removes what killed conversions have left, and gives back the target's name to what
     one has replaced.

@@ -109,7 +109,7 @@ def require_stated(
 
 
 def differences(first: LlamaConfig, second: LlamaConfig) -> list[tuple[str, Any, Any]]:
-    """(field, the first model's value, the second's) of each field that differs."""
+    """Lists (field, the first model's value, the second's) of each field that differs."""
     return _differences(_fields(first), _fields(second))
 
 

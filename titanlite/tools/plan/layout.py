@@ -308,7 +308,7 @@ class Layout:
         return is_trained(name, self.llama, self.config.lora, self.frozen)
 
     def in_flight(self, pp_rank: int) -> list[int]:
-        """For each stage of a rank the largest number of forwards whose backward has not begun.
+        """Counts for each stage of a rank the most forwards whose backward has not begun.
 
         1F1B fills the pipeline behind a stage. The interleaved schedules begin with rounds of pp
         microbatches for each stage (`torch.distributed.pipelining`).

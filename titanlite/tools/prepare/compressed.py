@@ -36,10 +36,8 @@ class Allowance:
     """The bytes that a file, or a piece of one, may still expand to."""
 
     def __init__(self, size: int, row: str, advice: str) -> None:
-        """For a file of `size` bytes.
-
-        `row`: what counts besides the text. `advice`: what to do if the file is meant to be so.
-        """
+        """`size`: bytes of the file; `row`: what counts besides the text; `advice`: what to do if
+        the file is meant to be so."""
         self.most = FREE + EXPANSION * size
         self.left = self.most
         self._row = row
@@ -57,7 +55,7 @@ class Allowance:
 
 
 def damaged() -> tuple[type[Exception], ...]:
-    """What a damaged file raises, or one that expands too far."""
+    """Lists the errors of a damaged file, or of one that expands too far."""
     try:
         from zstandard import ZstdError
     except ImportError:
@@ -120,7 +118,8 @@ class Decompressed(io.RawIOBase):
 
 
 def allowance_of(stream: IO[bytes]) -> Allowance | None:
-    """What a stream of `open_file` may still expand to; None if its file is not compressed."""
+    """Returns the bytes to which a stream of `open_file` may still expand; None if its file is not
+    compressed."""
     if isinstance(stream, io.BufferedReader) and isinstance(stream.raw, Decompressed):
         return stream.raw.allowance
     return None

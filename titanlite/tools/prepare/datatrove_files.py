@@ -50,7 +50,7 @@ def datatrove_documents(file: File, tokenizer: Tokenizer) -> Iterator[Document]:
 
 
 def datatrove_layout(file: File) -> Layout:
-    """How wide the ids are: the size of the file divided by the end of its last document.
+    """Computes how wide the ids are: the size of the file divided by the end of its last document.
 
     Raises ConfigError if there is no index, or if it does not fit the file.
     """
@@ -87,7 +87,7 @@ def datatrove_layout(file: File) -> Layout:
 
 
 def _metadata(file: File) -> tuple[str, int, int]:
-    """(tokenizer, bytes of an id, number of ids); ("", 0, 0) if there is no such file."""
+    """Reads (tokenizer, bytes of an id, number of ids); ("", 0, 0) if there is no such file."""
     path = Path(f"{file.path}.metadata")
     if not path.exists():
         return "", 0, 0
@@ -117,7 +117,7 @@ def _ends(file: File, first: int, count: int) -> Ids:
 
 
 def _bounds(file: File, layout: Layout) -> Iterator[tuple[int, int]]:
-    """(first id, end) of each document. Raises ConfigError if the ends are not in order."""
+    """Reads (first id, end) of each document. Raises ConfigError if the ends are not in order."""
     count = _index(file).stat().st_size // END.itemsize
     begin = 0
     for first in range(0, count, DOCUMENTS):

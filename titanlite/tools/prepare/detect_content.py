@@ -70,7 +70,7 @@ LLMC_OTHERS = {
 
 
 def detect(path: Path, source: Source) -> tuple[str, str]:
-    """(kind, compression) of a file.
+    """Detects (kind, compression) of a file.
 
     The kind is "" for a file that is read with another one: an index of Megatron or datatrove.
     Raises ConfigError for a file that is none of these, naming what it is if that is known.

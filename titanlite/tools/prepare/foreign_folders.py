@@ -20,7 +20,7 @@ MDS = (".mds", ".mds.zstd", ".mds.gz", ".mds.br", ".mds.snappy")
 
 
 def foreign_folders(files: Iterable[FoundFile]) -> list[str]:
-    """What to do with the folders of these files that are such data sets; a problem for each."""
+    """Writes for each folder of these files that is such a data set what to do with it."""
     folders: dict[Path, set[str]] = {}
     for file in files:
         path = Path(file.path)

@@ -36,7 +36,7 @@ TYPES = {
 
 
 def chunk_layout(path: str, size: int) -> tuple[np.dtype[Any], int] | None:
-    """(type of the ids, bytes before them); None for a file that is no chunk of litdata.
+    """Returns (type of the ids, bytes before them); None for a file that is no chunk of litdata.
 
     Raises ConfigError for a chunk of something else, or without its index.
     """
@@ -117,7 +117,7 @@ def chunk_names(index: dict[str, Any]) -> set[str]:
 
 
 def _header(path: str, size: int) -> tuple[int, int]:
-    """(bytes of a chunk's header, where its last item ends); zeros for a file without a header."""
+    """Reads (bytes of a chunk's header, where its last item ends); zeros without a header."""
     start = np.fromfile(path, "<u4", 2)
     if len(start) < 2:
         return 0, 0

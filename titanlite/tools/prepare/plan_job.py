@@ -147,7 +147,10 @@ def _files(source: Source, found: Found, split: str, tokenizer: Tokenizer) -> li
 
 
 def _detect(file: FoundFile, source: Source) -> tuple[str, str]:
-    """(kind, compression) of a file; no kind: it belongs to another file. Raises ConfigError."""
+    """Detects (kind, compression) of a file; no kind if it belongs to another one.
+
+    Raises ConfigError.
+    """
     if not file.size or source.path in ("", STDLIB):
         return "text", ""
     kind, compression = detect(Path(file.path), source)

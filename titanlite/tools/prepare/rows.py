@@ -290,7 +290,7 @@ def _table(file: File, columns: list[str]) -> Table:
 
 
 def _group_bounds(file: File, table: Table) -> list[int]:
-    """Where each row group begins if all have equal sizes in bytes, and the end of the file."""
+    """Computes where row groups of equal sizes in bytes begin, and the end of the file."""
     groups = len(table.rows)
     return [file.size * group // groups for group in range(groups)] + [file.size]
 

@@ -214,7 +214,7 @@ def with_companions(file: FoundFile) -> list[FoundFile]:
 
 
 def versions(files: Iterable[FoundFile]) -> list[tuple[str, int, int]]:
-    """(relative path, size, time) of all files that are read: these, and their companions."""
+    """Lists (relative path, size, time) of all files that are read: these, and their companions."""
     listed = {file.path: file for file in files}
     for file in list(listed.values()):
         for companion in with_companions(file):

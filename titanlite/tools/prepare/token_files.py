@@ -107,7 +107,7 @@ def _no_id(
 
 
 def _delimited(file: File, layout: Layout, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
-    """(first id, end) of each document, between occurrences of bos or eos."""
+    """Finds (first id, end) of each document, between occurrences of bos or eos."""
     first = np.fromfile(file.path, layout.dtype, 1, offset=layout.offset)
     delimiter = tokenizer.eos
     after = 1  # it ends a document, and the next one begins after it
@@ -169,7 +169,7 @@ def _open_index(path: Path) -> Index:
 
 
 def indexed_documents(file: File, layout: Layout) -> Iterator[tuple[int, int]]:
-    """(first id, end) of each document of a Megatron file.
+    """Reads (first id, end) of each document of a Megatron file.
 
     Raises ConfigError if index and file do not fit.
     """

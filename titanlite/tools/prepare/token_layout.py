@@ -152,7 +152,7 @@ def _numpy_layout(path: str, size: int) -> Layout:
 
 
 def megatron_header(index: Path) -> tuple[int, int, int]:
-    """(code of the type, number of sequences, number of document bounds) of Megatron's index."""
+    """Reads (code of the type, number of sequences, number of bounds) of Megatron's index."""
     header = np.fromfile(index, INDEX_HEADER, 1)
     magic = MEGATRON.rstrip(b"\0")  # numpy drops the zeros at the end of a string
     if not len(header) or header[0]["magic"] != magic or header[0]["version"] != 1:
@@ -218,7 +218,7 @@ def _reading(data: bytes, size: int, name: str) -> str:
 
 
 def width_note(path: str, size: int, ids: str) -> str:
-    """What is odd about a file whose type of ids the user named, and no header states.
+    """Notes what is odd about a file whose type of ids the user named, and no header states.
 
     Empty unless each second id of that type is 0, as the upper half of a wider one.
     """
@@ -296,7 +296,7 @@ def _are_bytes(halves: Ids) -> bool:
 
 
 def _excess_of_small(words: Ids) -> float | None:
-    """How much more often each second word is 0, or small, than the word before it.
+    """Computes how much more often each second word is 0, or small, than the word before it.
 
     It is near 1 where the second words are upper halves of ids, and near 0 where all words are ids
     themselves. None if all words are 0, which are padding, and show nothing.

@@ -13,7 +13,7 @@ import numpy as np
 
 
 def extremes(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most `most` points: the first, the last, and the extremes of each bucket."""
+    """Keeps at most `most` points: the first, the last, and the extremes of each bucket."""
     if len(x) <= most:
         return x, y
     indices = [0, len(x) - 1]
@@ -36,7 +36,7 @@ def means(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarr
 
 
 def evenly(count: int, most: int) -> np.ndarray:
-    """At most `most` indices of `count` values, evenly spaced from the first to the last."""
+    """Chooses at most `most` of `count` indices, evenly spaced from the first to the last."""
     indices = np.linspace(0, max(0, count - 1), min(count, most)).astype(int)
     return np.unique(indices)
 

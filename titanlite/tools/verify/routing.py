@@ -92,8 +92,9 @@ class Routing:
 
 
 def _margins(logits: Tensor, k: int) -> Tensor:
-    """From the logit of the last of k experts to that of the next one, over the largest logit:
-    (T, E) -> (T,).
+    """Computes the margin of each token's choice: (T, E) -> (T,).
+
+    It is the k-th largest logit minus the next one, divided by the largest logit.
     """
     if k == logits.shape[1]:
         return torch.full_like(logits[:, 0], math.inf)
