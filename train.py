@@ -118,7 +118,9 @@ def main(config: Config) -> int:
     data = load_sources(config.data, prepared_folders(config.data, tokenizer), tokenizer)
     require_agreement(PATIENT, data=fingerprint_of(data))  # preparing takes nodes different times
     samples = build_samples(data, config.data, config.training, config.run.seed)
-    config = epochs_in_steps(config, samples.rows[0].count)  # from here on keys count steps
+    config = epochs_in_steps(
+        config, samples.rows[0].count
+    )  # keys that counted epochs count steps from here on
     training = config.training
     stream = TrainStream(samples, training, mesh, config.data.document_mask, config.lora.drops)
 

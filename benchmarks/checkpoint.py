@@ -163,8 +163,8 @@ def run_processes(world: int, num_bytes: int, folder: Path) -> dict[str, float]:
 
 
 def train(mode: str, folder: Path) -> tuple[float, float, float]:
-    """Measures (seconds of a save, seconds training waited for it, seconds of a step), medians of a run that
-    saves often.
+    """Measures a run that saves often: median seconds of a save, of training's wait for it, and of
+    a step.
     """
     options = [
         f"--run.folder={folder}",

@@ -273,7 +273,7 @@ class Case:
 
     @functools.cached_property
     def needs(self) -> list[tuple[Memory, int]]:
-        """Computes for each rank of pp the memory at its fullest moment, and the bytes of its gradients."""
+        """Computes the memory of each rank of pp at its fullest moment, and its gradients' bytes."""
         layout = layout_of(self.config, self.llama, self.world_size)
         found = []
         for rank in self.counts.ranks:

@@ -233,8 +233,8 @@ def _noting(recorder: Events, name: str) -> Callable[..., None]:
 
 
 def calls_of_fsdp(options: list[str]) -> list[tuple[str, str]]:
-    """Records (what, unit) of each call of FSDP in the second step, in the order in which the host makes
-    them; the names are the labels of a trace. The unit of the model itself is empty.
+    """Records (what, unit) of each call of FSDP in the second step, in the order in which the host
+    makes them; the names are the labels of a trace. The unit of the model itself is empty.
     """
     config, part, mesh = build(options)
     parts = build_step_parts([part], config, mesh, CPU, compiled=False)

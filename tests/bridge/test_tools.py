@@ -63,13 +63,6 @@ def test_what_only_adds_to_a_run_is_left_out(tmp_path, caplog):
     assert not list(tmp_path.iterdir())
 
 
-def test_adapters_need_the_weights_that_they_are_added_to():
-    config = Config(lora=LoraConfig(rank=4))
-    llama = resolve_flavor(config.model, 4112)
-    with refused("lora.rank = 4", "checkpoint.initial_load"):
-        tools.load_initial_weights(config, [], llama, Tokenizer(), resumed=False)
-
-
 def test_a_resumed_run_reads_no_initial_weights_without_adapters():
     config = Config(checkpoint=CheckpointConfig(initial_load="no/such/file"))
     llama = resolve_flavor(config.model, 4112)

@@ -15,7 +15,13 @@ from messages import refused
 
 from titanlite.checkpoint.grid import Grid
 from titanlite.checkpoint.manifest import NAME, SEAL, FileEntry, Manifest, TensorEntry
-from titanlite.checkpoint.resume import EXCLUDED, missing_parts, require_compatible, samples_used
+from titanlite.checkpoint.resume import (
+    EXCLUDED,
+    missing_parts,
+    require_compatible,
+    samples_used,
+    training_changes,
+)
 from titanlite.checkpoint.state import RandomState, state_of
 from titanlite.checkpoint.step_files import digest_of
 from titanlite.config.schema import CheckpointConfig, Config
@@ -94,6 +100,7 @@ def test_a_model_that_computes_otherwise_is_refused(tmp_path, older):
         require_compatible(tmp_path, manifest, config, now, section)
 
     resume()
+    assert training_changes(json.loads(json.dumps(saved)), config) == []
     with refused("model.sliding_window was 0 and is 8", "cannot change within a run"):
         resume(sliding_window=8)
     with refused("model.rope_theta was 500000.0 and is 10000.0"):

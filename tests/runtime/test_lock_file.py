@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 
 import pytest
 
 from titanlite.runtime import lock_file as module
+from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.lock_file import lock_file
 
 
@@ -18,11 +20,11 @@ def test_a_second_one_is_refused_or_waits(tmp_path):
 
     def wait() -> None:
         waiting.set()
-        with lock_file(path, wait=True):
+        with lock_file(path, "busy", wait=True):
             order.append("second")
 
-    with lock_file(path):
-        with pytest.raises(BlockingIOError), lock_file(path):
+    with lock_file(path, "busy"):
+        with pytest.raises(ConfigError, match="busy"), lock_file(path, "busy"):
             pass
         thread = threading.Thread(target=wait)
         thread.start()
@@ -45,6 +47,16 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_does_not_count(tmp_path, mo
 
     os_open = os.open
     monkeypatch.setattr(module.os, "open", open_and_lose)
-    with lock_file(path):
+    with lock_file(path, "busy"):
         assert len(opened) == 2
         assert os.path.samestat(os.fstat(opened[1]), path.stat())
+
+
+def test_without_locks_there_is_a_warning(tmp_path, monkeypatch, caplog):
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(module.fcntl, "flock", flock)
+    with lock_file(tmp_path / ".lock", "busy"):
+        pass
+    assert "the file system has no locks" in caplog.text

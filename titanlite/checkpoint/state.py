@@ -162,7 +162,7 @@ class OptimizerState(Stateful):
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         for state in self.optimizer.state.values():
-            if "step" in state:  # the step above is none of the run
+            if "step" in state:  # the step that created the state does not count
                 state["step"].zero_()
 
 

@@ -68,6 +68,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.planner import PlacementSavePlanner, StateMismatch
 from titanlite.checkpoint.shard_file import Shard, ShardFile, Written, write_files
+from titanlite.distributed.agreement import is_alone
 from titanlite.runtime.errors import ConfigError, shortened
 from titanlite.runtime.files import write_synced
 
@@ -321,7 +322,7 @@ def saving(step: int, folder: Path) -> Iterator[None]:
             folders.discard(folders.step_folder(folder, step))
         rank, (error, _) = min(failed.failures.items())
         problem = reason(error)
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if not is_alone():
             problem = f"rank {rank}: {problem}"
         raise SaveError(f"step {step} could not be saved in {folder}: {problem}") from error
 

@@ -43,7 +43,7 @@ def _table_help(name: str, cls: type) -> list[str]:
 def _default(key: Key) -> str:
     """Describes the value of a key that is not set."""
     if key.default is None:
-        return "default the flavor's" if key.name.startswith("model.") else "default absent"
+        return "default the flavor's" if key.name.startswith("model.") else "no default"
     return f"default {toml_value(key.default)}"
 
 

@@ -25,7 +25,9 @@ SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
 # The types of ids in a file that does not state its own
 ID_TYPES = ("auto", "uint8", "uint16", "uint32", "int64")
 FROM_CHECKPOINT = "from_checkpoint"  # a flavor: the model of checkpoint.initial_load
-WIDE = 256  # from this width on, bfloat16 and compiling pay off on a CPU (docs/cpu.md)
+# From this width on, bfloat16 and compiling pay off on a CPU with AMX: 2.5 times the speed of fp32
+# at width 512, 0.89 at 128
+WIDE = 256
 
 
 # A key's value in a resumed run: "any" value; the "same" as in the checkpoint, unless

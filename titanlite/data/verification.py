@@ -163,7 +163,7 @@ def _problem(
                 last = int(starts[-1])
             offset += len(block)
             progress(len(block))
-    if wrong:  # the file was read to its end all the same, as the progress bar expects
+    if wrong:  # reported after the whole file, so that the progress bar is complete
         return f"{path}: {wrong}; {AGAIN}"
     if digest.hexdigest() != expected.sha256:
         return f"{path}: its SHA-256 has changed since it was prepared; {AGAIN}"

@@ -54,11 +54,6 @@ class KVCache:
         return self.keys[:, :, first:end], self.values[:, :, first:end]
 
 
-def row_seed(seed: int, number: int) -> int:
-    """Derives a prompt's seed from its number (from 0), so that batches do not matter."""
-    return (seed + number) % (1 << 63)
-
-
 def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """Samples a token id from logits (V,). temperature 0: the most likely; top_k 0: no limit."""
     logits = logits.float().cpu()

@@ -64,7 +64,7 @@ class Profiler:
             logger.info("PROFILE: a recording is in progress")
         elif requested and last:
             logger.info("PROFILE: no step follows that could be recorded")
-        # Before a start: the step in which a recording ends can be followed by another one
+        # Stop before starting: the step that ends a recording may begin the next
         if recording:
             if self._trace is not None:
                 self._trace.step()

@@ -52,7 +52,7 @@ class Validator:
         mesh: Mesh,
         metrics: Metrics,
     ) -> None:
-        """`evaluate`: returns this rank's part of the summed loss of a batch, which is as large as
+        """`evaluate`: returns this rank's part of a batch's summed loss. Batches are as large as
         those of `stream`.
 
         Raises ConfigError if a source has no held-out text.

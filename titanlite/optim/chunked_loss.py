@@ -66,7 +66,7 @@ def replace_by_gradient(logits: Tensor, labels: Tensor, loss: SummedLoss) -> Ten
     total = torch.zeros((), device=logits.device)
     for block, targets in token_blocks(logits, labels):
         # A forward of autograd.Function runs without gradients. The leaf shares the logits' memory,
-        # which is overwritten when its gradient is complete
+        # which its gradient overwrites when it is complete
         with torch.enable_grad():
             leaf = block.detach().requires_grad_()
             value = loss(leaf, targets)

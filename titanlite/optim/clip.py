@@ -59,7 +59,7 @@ def clip_gradients(
     if agc_factor > 0:
         clip_units(parts, agc_factor)
     elif max_norm > 0:
-        # 1e-6 as in torch's clip_grad_norm_: a norm of 0 is no division by 0
+        # 1e-6, as in torch's clip_grad_norm_, avoids a division by 0
         scale_gradients(parameters, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 

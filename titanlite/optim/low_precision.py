@@ -123,7 +123,9 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             local_part(tensor) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])
         ]
         local.append(local_gradient(parameter))
-        if not all(tensor.is_contiguous() for tensor in local):  # no view as one row: in one piece
+        if not all(
+            tensor.is_contiguous() for tensor in local
+        ):  # only a contiguous tensor can be split as one row
             return [tuple(local)]
         parts = [tensor.view(-1).split(CHUNK_NUMEL) for tensor in local]
         return list(zip(*parts, strict=True))

@@ -148,7 +148,7 @@ class Observe(torch.autograd.Function):
     def forward(ctx: Any, probabilities: Tensor, layer: ObservedProbabilities) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(probabilities)
-        return probabilities.view_as(probabilities)  # an input itself would not be recorded
+        return probabilities.view_as(probabilities)  # autograd records no input that is returned
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

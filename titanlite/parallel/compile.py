@@ -9,7 +9,7 @@ again.
 What it costs: seconds at the first step for each kind of block (context parallel ranks have
 different masks, so each rank compiles its own version). On a CPU the gain is small for a large
 model, because most of its step is matrix products, which compiling does not change. Compiling is
-still the default there from width 256 on, since such runs are long (docs/cpu.md has the figures).
+still the default there from width 256 on, since such runs are long.
 """
 
 from __future__ import annotations

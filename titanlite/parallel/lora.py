@@ -19,7 +19,7 @@ whole on every rank (A of wq, B of wo) gets a partial gradient on each; FSDP sum
 before it reduces the gradient, as it does for norms.
 
 With `lora.dropout` = p an adapter computes s B A d(x): d sets numbers of x to 0, each with the
-probability p, and divides the others by 1 - p. Each adapter has another mask (as in PEFT), and
+probability p, and divides the others by 1 - p. Each adapter has a different mask (as in PEFT), and
 it is the same in every layout (`dropout.py`). What it costs: x and its mask are kept until the
 backward for each adapter, (b + 1) B S K bytes with b bytes per number, where adapters of one input
 otherwise share x. Evaluation has no dropout.
@@ -180,7 +180,7 @@ def add_adapter(layer: nn.Linear, config: LoraConfig, name: str) -> None:
     layer.lora_b = b
     layer.lora_scale = config.scale
     layer.lora_dropout = config.dropout
-    # On the CPU: the model is still on the meta device, where a tensor has no number
+    # On the CPU: the model is still on the meta device, where tensors have no values
     layer.lora_salt = torch.tensor(zlib.crc32(name.encode()), device="cpu")
     layer.lora_first = first
 

@@ -5,7 +5,7 @@ its gradient back. So parameters, gradients and moments keep `training.param_dty
 and matrix products have `training.compute_dtype`, as with FSDP's `MixedPrecisionPolicy`. An
 embedding is cast after the lookup, only the rows that are used.
 Why it is here: FSDP casts as well, but on one rank it also copies each unit into and out of the
-buffers that it would communicate (docs/cpu.md has the effect on speed).
+buffers that it would communicate.
 What it costs: for each parameter 4 bytes are read and 2 written by the cast, and the reverse for
 its gradient. The cast weights are kept until the backward, 2 bytes per parameter, unless the block
 is recomputed (`recompute.mode = full`).

@@ -66,7 +66,7 @@ def balanced_split(weights: list[int], num_stages: int) -> list[int]:
     sums = [0, *itertools.accumulate(weights)]  # sums[i]: the sum of weights[:i]
 
     def first_index(begin: int) -> int:
-        """Returns where in `weights` a stage with the first block `begin` begins."""
+        """Returns the index in `weights` at which a stage starts whose first block is `begin`."""
         return begin + 1 if begin > 0 else 0
 
     def cost(begin: int, end: int) -> int:

@@ -42,7 +42,7 @@ class StepParts:
 
     device: torch.device
     max_norm: float  # training.max_norm
-    agc_factor: float  # limits each unit's gradient instead (optim/agc.py); 0: max_norm counts
+    agc_factor: float  # limit of each unit's gradient (optim/agc.py); 0: clip by max_norm
     stages: Stages  # forward and backward of this rank's parts of the model
     optimizer: torch.optim.Optimizer
     schedule: Schedule

@@ -27,7 +27,7 @@ from titanlite.data.rows import IGNORED, Batch
 from titanlite.data.stream import TrainStream
 from titanlite.data.to_device import to_device
 from titanlite.distributed.agreement import broadcast
-from titanlite.model.generate import row_seed, sample_token
+from titanlite.model.generate import sample_token
 from titanlite.parallel.stages import Stages
 from titanlite.runtime.phases import Phase, mark_phase
 from titanlite.tokenizer.tokenizer import Tokenizer
@@ -74,7 +74,8 @@ class Continuation:
         """
         rows = [list(ids) for ids in prompts]
         # The same seeds at each validation, so that texts differ only because the weights do.
-        generators = [torch.Generator().manual_seed(row_seed(seed, i)) for i in range(len(rows))]
+        seeds = [(seed + i) % (1 << 63) for i in range(len(rows))]  # a seed has 63 bits
+        generators = [torch.Generator().manual_seed(one) for one in seeds]
         open_rows = set(range(len(rows)))
         for _ in range(new_tokens):
             if not open_rows:

@@ -100,7 +100,7 @@ def _object(path: Path) -> Json:
 
 
 def _as_written(value: Any) -> Any:
-    """Restores integers beyond 64 bits, such as 10^30, of which `parse_json` makes floats.
+    """Turns floats that `parse_json` made of integers beyond 64 bits, such as 10^30, back.
 
     Raises ValueError for NaN and infinity.
     """

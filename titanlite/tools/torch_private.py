@@ -1,9 +1,9 @@
-"""Every private name of torch that the tools use, beside those of `distributed/torch_private.py`.
+"""Every private name of torch that only the tools use, in one place.
 
 What it is: functions over names that begin with an underscore or live in a module that does: a
 pretended process group and pretended tensors (`plan`, `explain`), and what a recorder reads of
-torch's objects. Each says why there is no public way, if that is not plain, and what it was checked
-on.
+torch's objects. Each says what it was checked on, and why there is no public way where that is not
+obvious.
 Why it is here: a private name may change with any release of torch. Then only this file has to be
 changed.
 

@@ -183,9 +183,8 @@ def compare(pretended: Numbers, real: Numbers) -> None:
     for category in ("parameters", "gradients", "optimizer", "whole_gradients", "logits"):
         assert pretended["kept", category] == real["kept", category], category
     on_their_way = 0.0  # bytes of messages that gloo may not have freed yet
-    sent = (
-        0.0  # bytes of messages to both neighbours, which gloo has sent and a pretended rank holds
-    )
+    # Bytes of messages to both neighbours: gloo has sent them, a pretended rank still holds them
+    sent = 0.0
     for key, number in real.items():
         message = 0.0
         if key[0] == "calls" and number > 0:

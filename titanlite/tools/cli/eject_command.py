@@ -58,8 +58,9 @@ def run(argv: list[str]) -> int:
 
 
 def _python(folder: Path) -> str:
-    """Writes how a shell in `folder` calls an interpreter that finds titanlite: a clone need not be
-    installed.
+    """Returns how a shell in `folder` calls an interpreter that finds titanlite.
+
+    A clone need not be installed.
     """
     command = shlex.quote(sys.executable)
     for name in ("python3", "python"):

@@ -89,6 +89,12 @@ def keys_of(model: LlamaConfig, path: Path) -> dict[str, Any]:
     keys["rope_factor"] = scaling.factor
     if scaling.kind != "linear":
         keys["rope_original_context"] = scaling.original_context
-    for name, value in numbers_without_key(scaling).items():
-        raise ConfigError(f"{path}: {name} = {value:g}, for which there is no key")
+    missing = numbers_without_key(scaling)
+    if missing:
+        raise ConfigError(
+            [
+                f"{path}: {name} = {value:g}, for which there is no key"
+                for name, value in missing.items()
+            ]
+        )
     return keys

@@ -1,4 +1,4 @@
-"""Reads and writes how a GGUF file's model is used: special tokens and sampling defaults.
+"""Reads and writes the special tokens and sampling defaults of a GGUF file.
 
 What it is: the same things that Hugging Face has in generation_config.json and
 tokenizer_config.json, so they are read into the kept files (`tokenizer/kept_files.py`) and written

@@ -1,5 +1,4 @@
-"""Publishes the output of a conversion: a temporary name beside the target becomes the target when
-all is written.
+"""Publishes the output of a conversion: renames it to the target when all is written.
 
 What it is: which targets may be replaced, the temporary names, the rename. A conversion holds the
 lock of its target, so what lies beside it under a temporary name was left by killed conversions and
@@ -94,13 +93,9 @@ def lock_target(target: Path, source: Path) -> Iterator[None]:
     On entry it removes what killed conversions have left, and gives back the target's name to what
     one has replaced.
     """
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(lock_file(target.with_name(f".{target.name}.titanlite-lock")))
-        except BlockingIOError:
-            raise ConfigError(
-                f"{target}: another conversion is writing it; wait for it, or choose another path"
-            ) from None
+    lock = target.with_name(f".{target.name}.titanlite-lock")
+    busy = f"{target}: another conversion is writing it; wait for it, or choose another path"
+    with lock_file(lock, busy):
         _remove_leftovers(target, source)
         yield
 

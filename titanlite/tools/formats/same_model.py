@@ -164,7 +164,7 @@ def _scaling_keys(scaling: RopeScaling | None) -> str:
 
 
 def numbers_without_key(scaling: RopeScaling) -> dict[str, float]:
-    """The numbers of a scaling that the keys of [model] cannot give."""
+    """Returns the numbers of a scaling that no key of [model] sets."""
     usual = RopeScaling(
         scaling.factor, original_context=scaling.original_context, kind=scaling.kind
     )

@@ -1,4 +1,4 @@
-"""Reads config.json a second time, to compare exports: no code of `huggingface_config.py`.
+"""Reads config.json without the code of `huggingface_config.py`, to compare exports.
 
 What it is: the `Description` of the second Llama, from the fields of the file by the rules of
 transformers 5: which of two places it reads, what it takes where a field is absent, and how it

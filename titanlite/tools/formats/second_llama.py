@@ -1,4 +1,4 @@
-"""Computes logits by a second Llama, to compare exports: no code of `model/llama.py`.
+"""Computes logits without the code of `model/llama.py`, to compare exports.
 
 What it is: attention as a product and a softmax, RoPE as complex rotations, in fp64. It computes
 from tensors in either order of rows, with the RoPE that belongs to it. What it knows of a model is

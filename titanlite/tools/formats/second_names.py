@@ -1,5 +1,4 @@
-"""Reads the tensors of a Hugging Face folder a second time, to compare conversions: no names of
-`huggingface.py`.
+"""Reads a Hugging Face folder without the names of `huggingface.py`, to compare conversions.
 
 What it is: the weights that the second Llama asks for by titanlite's names, from the folder's
 tensors as they lie there: rows of wq and wk in Hugging Face's order, and each expert of a mixture

@@ -60,7 +60,7 @@ def replicate(draft: Draft, names: str) -> None:
 
 
 def spare_norms_and_biases(draft: Draft, names: str) -> None:
-    """Lets matrices alone decay, the embedding's too, which `optimizer.decayed` would spare."""
+    """Limits weight decay to matrices, the embedding's too, unlike `optimizer.decayed`."""
     if draft.get("optimizer.weight_decay") == 0:
         return
     groups = [{"pattern": "*norm.weight", "weight_decay": 0.0}]

@@ -49,7 +49,7 @@ def _stage(draft: Draft) -> None:
 
 
 def _offload(draft: Draft) -> None:
-    """Offloads to CPU memory; with the parameters the moments are there too."""
+    """Sets the keys of CPU offload; offloaded parameters take their moments along."""
     devices = {
         "parallel.cpu_offload": f"{ZERO}offload_param.device",
         "parallel.optimizer_offload": f"{ZERO}offload_optimizer.device",

@@ -212,7 +212,7 @@ def _batch(draft: Draft) -> None:
 
 
 def _data_parallel(draft: Draft) -> None:
-    """Replicates parameters and moments, as is the default, or shards them."""
+    """Sets how parameters and moments are sharded; Megatron replicates them by default."""
     if draft.on("use_torch_fsdp2"):
         names = "use_torch_fsdp2 torch_fsdp2_no_reshard_after_forward"
         kept = draft.on("torch_fsdp2_no_reshard_after_forward")

@@ -156,12 +156,6 @@ def run_budget(
     )
 
 
-def gpus_needed(tokens: float, seconds: float, tokens_per_second: float) -> int:
-    """The number of GPUs that train on so many tokens in this time, each at this speed."""
-    _positive(tokens=tokens, seconds=seconds, tokens_per_second=tokens_per_second)
-    return math.ceil(tokens / (seconds * tokens_per_second) - 1e-9)
-
-
 def _positive(**numbers: float | None) -> None:
     """Raises ConfigError unless each number, if it is given, is above 0 and finite."""
     problems = [
@@ -211,10 +205,10 @@ class SaveInterval:
 
     save_seconds: float  # for which training waits
     mtbf_seconds: float  # of the whole run
-    seconds: float  # of training between two saves
+    interval_seconds: float  # of training between two saves
 
     def lost(self, interval: float) -> float:
-        """Time lost to saves and failures, as a fraction of the useful time.
+        """Computes the time lost to saves and failures, as a fraction of the useful time.
 
         Infinite where the result exceeds a double.
         """
@@ -228,7 +222,7 @@ class SaveInterval:
 def save_interval(
     save_seconds: float, gpus: int, gpu_mtbf_hours: float = GPU_MTBF_HOURS
 ) -> SaveInterval:
-    """The best interval between two saves. Raises ConfigError."""
+    """Computes the best interval between two saves. Raises ConfigError."""
     _positive(save_seconds=save_seconds, gpus=gpus, gpu_mtbf_hours=gpu_mtbf_hours)
     mtbf = gpu_mtbf_hours * HOUR / gpus
     if save_seconds >= 2 * mtbf:
@@ -277,7 +271,7 @@ def save_lines(
     With `step_seconds`, the time of a training step, the interval is given in steps too.
     `run_seconds` is the time of the whole run.
     """
-    best = interval.seconds
+    best = interval.interval_seconds
     size = _line("checkpoint", f"{checkpoint / 1e9:,.2f} GB")
     saving = duration(interval.save_seconds)
     failing = f"failure every {duration(interval.mtbf_seconds)} at random"

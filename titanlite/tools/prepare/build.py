@@ -73,13 +73,8 @@ def hold(folder: Path, wait: bool) -> Iterator[None]:
     `wait`: wait for such a process; without it there is a ConfigError.
     """
     make_folder(folder.parent)
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(lock_file(folder.with_name(f".{folder.name}.lock"), wait))
-        except BlockingIOError:
-            raise ConfigError(
-                f"{folder}: another process works in this folder; wait for it"
-            ) from None
+    lock = folder.with_name(f".{folder.name}.lock")
+    with lock_file(lock, f"{folder}: another process works in this folder; wait for it", wait):
         yield
 
 

@@ -36,7 +36,9 @@ class Allowance:
     """The bytes that a file, or a piece of one, may still expand to."""
 
     def __init__(self, size: int, row: str, advice: str) -> None:
-        """`size`: bytes of the file; `row`: what counts besides the text; `advice`: what to do if
+        """Limits what a file of `size` bytes may expand to.
+
+        `row`: what counts besides the text; `advice`: what to do if
         the file is meant to be so."""
         self.most = FREE + EXPANSION * size
         self.left = self.most
@@ -55,7 +57,7 @@ class Allowance:
 
 
 def damaged() -> tuple[type[Exception], ...]:
-    """Lists the errors of a damaged file, or of one that expands too far."""
+    """Returns the exceptions that a damaged file raises, or one that expands too far."""
     try:
         from zstandard import ZstdError
     except ImportError:

@@ -1,4 +1,4 @@
-"""Writes what a message says about fields: the nearest name, or that they hold conversations."""
+"""Builds hints about fields for messages: the nearest name, or that they hold conversations."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ MDS = (".mds", ".mds.zstd", ".mds.gz", ".mds.br", ".mds.snappy")
 
 
 def foreign_folders(files: Iterable[FoundFile]) -> list[str]:
-    """Writes for each folder of these files that is such a data set what to do with it."""
+    """Returns a message for each folder of these files that is such a data set."""
     folders: dict[Path, set[str]] = {}
     for file in files:
         path = Path(file.path)

@@ -36,7 +36,7 @@ def open_hub(spec: str) -> Any:
 
 
 def hub_problem(spec: str, error: Exception) -> ConfigError:
-    """Writes what `datasets` raised as a message of one line."""
+    """Shortens an error of `datasets` to one line."""
     first_line = (str(error) or "?").splitlines()[0]
     return ConfigError(f"{spec}: {type(error).__name__}: {first_line}")
 

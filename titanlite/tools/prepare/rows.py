@@ -290,7 +290,7 @@ def _table(file: File, columns: list[str]) -> Table:
 
 
 def _group_bounds(file: File, table: Table) -> list[int]:
-    """Computes where row groups of equal sizes in bytes begin, and the end of the file."""
+    """Estimates where row groups begin, as if all had equal sizes; the last entry is the end."""
     groups = len(table.rows)
     return [file.size * group // groups for group in range(groups)] + [file.size]
 

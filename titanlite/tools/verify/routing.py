@@ -6,7 +6,7 @@ the loss of each forward, and records the experts of each token. It shares no co
 `compare_decisions` compares that with the reference, token by token: `token_places` says which
 tokens of the global batch a rank routes.
 Why it is here: two layouts may choose every expert equally often, for different tokens.
-What it does not decide: rounding may turn a decision between two experts whose logits are nearly
+Near ties: rounding may turn a decision between two experts whose logits are nearly
 equal, and then that token has other results. So the reference draws a batch with such a near tie
 again, and another decision is shown with its margin, the distance of these two logits.
 """
