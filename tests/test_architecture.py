@@ -380,7 +380,9 @@ def test_the_core_trains_validates_and_resumes_without_the_tools(options, tmp_pa
     core = without_tools(tmp_path / "core")
     arguments = [*options, f"--run.folder={tmp_path}", "--run.name=run", "--checkpoint.freq=3"]
     arguments.append(f"--data.path={prepare(load_config(arguments).data, Tokenizer())}")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # Without what finds this repository in place of the copy in the current folder
+    paths = ("PYTHONPATH", "PYTHONSAFEPATH")
+    environment = {name: value for name, value in os.environ.items() if name not in paths}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += [f"--nproc-per-node={ranks}", "train.py"]
     for steps in (6, 9):  # the second continues the first
