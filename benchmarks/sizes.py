@@ -62,8 +62,14 @@ def code_below(path: Path) -> int:
 
 
 def code_of_rooms(folder: Path) -> Sizes:
-    """The lines of code of each room, of the core and of the tools."""
-    return {path.name: code_below(path) for path in sorted(folder.iterdir()) if is_room(path)}
+    """The lines of code of each room, and of each file beside the rooms."""
+    rooms = {path.name: code_below(path) for path in sorted(folder.iterdir()) if is_room(path)}
+    files = {
+        path.name: lines_of_code(path.read_text())
+        for path in sorted(folder.glob("*.py"))
+        if not path.name.startswith("__")
+    }
+    return rooms | files
 
 
 def is_room(path: Path) -> bool:
