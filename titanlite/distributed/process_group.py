@@ -25,9 +25,7 @@ from titanlite.config.schema import CommConfig, DebugConfig, RunConfig
 from titanlite.distributed.network import interface_towards
 from titanlite.distributed.rendezvous import meet
 from titanlite.distributed.torch_private import set_group_timeout
-from titanlite.runtime.attention_choice import choose_attention
-from titanlite.runtime.deterministic import use_deterministic_operators
-from titanlite.runtime.device import open_device
+from titanlite.runtime.device import choose_attention, open_device, use_deterministic_operators
 from titanlite.runtime.errors import EXIT_STOPPED, LAUNCHED
 
 _host_group: dist.ProcessGroup | None = None  # see `host_group`

@@ -1,21 +1,30 @@
-"""The device of a process, and its memory.
+"""The device of a process, its memory, and which of its kernels torch may choose.
 
-What it is: `run.device` resolved to the device on which this process computes, its name, and the
-settings of the two allocators that must be made before memory is used.
+What it is: `run.device` resolved to the device on which this process computes, its name, and what
+must be set before memory is used or anything is compiled: the two allocators, and the keys
+`debug.deterministic` and `debug.cudnn_attention`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 
 import torch
+import torch.compiler.config as compiler_config
 
 from titanlite.runtime.errors import ConfigError
+
+logger = logging.getLogger("titanlite")
 
 # From glibc's malloc.h
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
+
+# The values for which cuBLAS documents reproducible results
+REPRODUCIBLE_WORKSPACES = (":4096:8", ":16:8")
+WITHOUT_CUDNN = "without cuDNN's attention"
 
 
 def device_type(name: str) -> str:
@@ -119,3 +128,45 @@ def keep_freed_memory() -> None:
         # Large tensors also come from the heap, not from separate mappings
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # never return the end of the heap
+
+
+def use_deterministic_operators() -> None:
+    """`debug.deterministic`: makes two runs of one layout on the same devices bit-equal.
+
+    Call it before anything runs on the GPU, since cuBLAS reads the environment once.
+
+    torch then uses deterministic implementations, and raises an error for an operator that has none
+    (torch.use_deterministic_algorithms). Some operators on GPUs add with atomic instructions, in
+    the order in which their threads arrive: the backward of attention, `index_put`. cuBLAS may
+    divide a product differently if it gets another workspace, so that is fixed. cuDNN chooses
+    kernels by their measured speed, which is turned off; inductor does too, and
+    torch.use_deterministic_algorithms turns it off (read in torch 2.13; 2.11 has not been checked).
+    Attention: torch then skips cuDNN's kernel and runs the deterministic backward of the others;
+    the Triton kernels of FlexAttention use no atomics. On a CPU all operators that a run uses are
+    deterministic already, for the same number of threads. Not covered: another layout, batch
+    division, GPU or version of torch, all of which change the order of sums.
+
+    What it costs: on a GPU, the kernels are slower than those that are not used; not measured.
+    torch also fills memory that it allocates without a value, so that a read of it is noticed.
+    """
+    if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in REPRODUCIBLE_WORKSPACES:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = REPRODUCIBLE_WORKSPACES[0]
+    # Errors, not warnings: some kernels check which of the two is set
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    logger.warning("debug.deterministic = true: on GPUs, slower kernels are used")
+
+
+def choose_attention(cudnn: bool) -> None:
+    """`debug.cudnn_attention`: with false, attention without cuDNN's kernels.
+
+    Call it before anything is compiled. torch then chooses among its other kernels, FlashAttention
+    first. cuDNN is torch's first choice on Hopper and Blackwell data-centre GPUs, and releases of
+    it have computed some lengths wrongly (pytorch#169849): the key shows whether it is the cause of
+    a loss that differs. The difference in speed has not been measured.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    # The choice is compiled into a block, and torch's caches of compiled code do not record it:
+    # without a mark in their key a run could use code with the other setting
+    if not cudnn and WITHOUT_CUDNN not in compiler_config.cache_key_tag:
+        compiler_config.cache_key_tag += WITHOUT_CUDNN
