@@ -172,7 +172,7 @@ SETS_ATTRIBUTES = {
     "titanlite/checkpoint/staging.py": {"thread.buffer", "thread.stream"},
     "titanlite/checkpoint/state.py": {"parameter.grad"},
     "titanlite/config/load.py": {"layer.values[name]"},  # what `set_value` is for
-    "titanlite/tokenizer/bpe_fast.py": {"tokenizer.pre_tokenizer"},
+    "titanlite/tokenizer/bpe.py": {"tokenizer.pre_tokenizer"},
     "titanlite/distributed/torch_private.py": {
         "info.buffer",
         "Stage._inference_mode",

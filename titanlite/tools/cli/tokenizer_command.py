@@ -89,8 +89,7 @@ def _train(options: argparse.Namespace) -> int:
             raise ConfigError(f"{path.parent}: no such folder")
 
     from titanlite.runtime.files import replace_file
-    from titanlite.tokenizer.bpe import train_bpe, write_rank_file
-    from titanlite.tokenizer.bpe_fast import train_bpe_fast
+    from titanlite.tokenizer.bpe import train_bpe, train_bpe_fast, write_rank_file
     from titanlite.tokenizer.tokenizer import Tokenizer
     from titanlite.tools.formats.huggingface_tokenizer import to_files
     from titanlite.tools.prepare.plan_job import text_files
