@@ -1,6 +1,8 @@
-"""The stream: every row once per epoch, the same samples however many processes share them."""
+"""The stream: order of samples, windows of a text, the same on any number of processes."""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 import pytest
@@ -9,8 +11,50 @@ from messages import refused
 from text_in_memory import Documents, Ranks, only_source
 
 from titanlite.config.schema import TrainingConfig
-from titanlite.data.rows import IGNORED, Windows, count_targets, validation_rows
+from titanlite.data.excluded import merge_ranges
+from titanlite.data.order import permute
+from titanlite.data.rows import IGNORED, Windows, count_targets, read_batch, validation_rows
 from titanlite.data.stream import TrainStream, validation_batches
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 100, 1023, 4096])
+def test_permute_is_a_permutation(size):
+    for key in (0, 1, 2**63 + 5):
+        assert sorted(permute(i, size, key) for i in range(size)) == list(range(size))
+
+
+def test_permute_mixes_and_depends_on_the_key():
+    a, b = ([permute(i, 1000, key) for i in range(1000)] for key in (1, 2))
+    assert sum(x == y for x, y in zip(a, b, strict=True)) < 20
+    steps = np.diff(a)
+    assert abs(np.corrcoef(a[:-1], a[1:])[0, 1]) < 0.1
+    assert len(set(steps.tolist())) > 500
+
+
+def test_too_little_text_is_named():
+    with refused("training text of web", "10 tokens", "up to 9"):
+        Windows(Documents([10]), 10, "training text of web")
+    with refused("validation text", "10 tokens", "up to 9", "validation.freq = 0"):
+        Windows(Documents([10]), 10, "validation text")
+
+
+def test_positions_restart_at_documents_and_rows_and_no_target_is_of_another_document():
+    rows = Windows(Documents([7] * 15), 10, "training text")
+    batch = read_batch([(rows, 0), (rows, 1), (rows, 6), None], 10, document_mask=True)
+    begins = [{0, 7}, {0, 4}, {0, 3}, {0}]  # of the rows, which are at 0, 10 and 60 of the text
+    ignored = [{6}, {3}, {2, 9}, set(range(10))]
+    for labels, positions, begin, no_target in zip(
+        batch.labels, batch.positions, begins, ignored, strict=True
+    ):
+        assert {i for i, position in enumerate(positions.tolist()) if position == 0} == begin
+        assert all(b in (0, a + 1) for a, b in itertools.pairwise(positions.tolist()))
+        assert {i for i, label in enumerate(labels.tolist()) if label == IGNORED} == no_target
+
+
+def test_a_token_that_may_not_be_a_target_is_no_label():
+    rows = Windows(Documents([50], masked=[0, 3, 20, 21]), 10, "training text")
+    labels = read_batch([(rows, 0), (rows, 1), (rows, 2)], 10, document_mask=False).labels
+    assert [(row == IGNORED).nonzero().flatten().tolist() for row in labels] == [[2], [9], [0]]
 
 
 def windows(length: int, what: str = "training text") -> Windows:
@@ -158,3 +202,56 @@ def test_rows_that_are_no_text():
     assert batch.tokens[:, 0].tolist() == [1000 * order.pick(i)[1] for i in range(4)]
     assert (batch.labels == batch.tokens + 1).all()
     assert (batch.positions == torch.arange(8)).all()
+
+
+WHOLE = only_source(Windows(Documents([1001]), 10, "text"))
+
+
+def numbers(ranges: list[tuple[int, int]], count: int) -> list[int]:
+    order = WHOLE.without(ranges)
+    return [order.number(position) for position in range(count)]
+
+
+def test_positions_skip_the_ranges():
+    assert numbers([], 5) == [0, 1, 2, 3, 4]
+    assert numbers([(2, 4), (6, 7)], 6) == [0, 1, 4, 5, 7, 8]
+    assert numbers([(6, 7), (2, 4), (3, 5)], 5) == [0, 1, 5, 7, 8]  # in any order, and overlapping
+    assert numbers([(0, 3), (3, 6)], 3) == [6, 7, 8]
+    assert WHOLE.without([(0, 3)]).number(1) == 4
+    assert WHOLE.number(1) == 1
+
+
+def test_ranges_are_merged_and_those_excluded_before_stay_so():
+    assert merge_ranges([(6, 7), (2, 4), (3, 5), (2, 3)]) == [(2, 5), (6, 7)]
+    assert WHOLE.without([(8, 12)]).without([(32, 40), (10, 16)]).excluded == [(8, 16), (32, 40)]
+    assert WHOLE.excluded == []
+
+
+def test_a_range_that_is_excluded_later_changes_no_position_before_it():
+    """So the integer in a checkpoint means the same samples before and after a rollback."""
+    first, both = numbers([(10, 14)], 20), numbers([(10, 14), (18, 22)], 20)
+    assert first[14:16] == [18, 19]
+    assert both[:14] == first[:14]
+    assert both[14] == 22
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_rest_is_read_in_order_by_any_number_of_processes(world):
+    """A range within a step, and one over the border of two steps."""
+    training = TrainingConfig(seq_len=10, local_batch_size=1, global_batch_size=4)
+    read = []
+    streams = [
+        TrainStream(WHOLE, training, Ranks(rank, world), document_mask=False)
+        for rank in range(world)
+    ]
+    for stream in streams:
+        stream.exclude([(1, 3), (9, 12)])
+    for _ in range(4):
+        batches = [stream.next_step() for stream in streams]
+        read += [
+            int(batch.tokens[0, 0]) // 10 for row in zip(*batches, strict=True) for batch in row
+        ]
+    expected = [number for number in range(21) if number not in (1, 2, 9, 10, 11)]
+    assert read == [WHOLE.pick(number)[1] for number in expected]
+    assert (streams[0].begun, streams[0].samples) == (12, 16)
+    assert streams[0].epochs == WHOLE.epochs(21)

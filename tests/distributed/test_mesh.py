@@ -1,4 +1,4 @@
-"""The mesh: ranks on each axis, time-outs of its groups, and sums over axes."""
+"""The mesh: ranks on each axis, time-outs, sums over axes; and what a rank holds of a tensor."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _world
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titanlite.distributed import process_group
 from titanlite.distributed.agreement import gather
+from titanlite.distributed.dtensor import local_part, num_holders, sum_of_squares
 from titanlite.distributed.mesh import Mesh
 from titanlite.rules.degrees import AXES
 
@@ -70,3 +73,44 @@ def gloo_groups_of_a_gpu_run(folder: Path) -> tuple[int, list[int]]:
 def test_on_gpus_two_groups_use_gloo_and_no_axis_of_the_mesh(pool, tmp_path):
     """That of messages between hosts, and that of checkpoints."""
     assert pool.run(4, gloo_groups_of_a_gpu_run, tmp_path) == [(2, [0, 1, 2, 3])] * 4
+
+
+CPU = torch.device("cpu")
+# Rows of 1,024 numbers are summed in another way than what is left
+SIZES = ((4, 1024), (6, 10), (8,))
+
+
+def sums_on_a_mesh() -> list[tuple[int, int, float]]:
+    """For each tensor: holders, elements here, and the sum of squares over all ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for size in SIZES:
+        whole = torch.randn(size, generator=torch.Generator().manual_seed(1))
+        for placements in ([Replicate()] * 2, [Replicate(), Shard(0)], [Shard(0), Shard(0)]):
+            tensor = distribute_tensor(whole, mesh, placements)
+            total = sum_of_squares([(tensor, tensor)], [], CPU)
+            dist.all_reduce(total)
+            found.append((num_holders(tensor), local_part(tensor).numel(), float(total)))
+    return found
+
+
+def test_a_sum_over_ranks_is_that_of_the_whole_tensor(pool):
+    for found in pool.run(4, sums_on_a_mesh):
+        for i, size in enumerate(SIZES):
+            whole = torch.randn(size, generator=torch.Generator().manual_seed(1)).double()
+            rows = found[3 * i : 3 * i + 3]
+            assert [holders for holders, _, _ in rows] == [4, 2, 1]
+            elements = [elements for _, elements, _ in rows]
+            assert elements[:2] == [whole.numel(), whole.numel() // 2]
+            for _, _, total in rows:
+                # fp32 within rows of 1,024 numbers
+                assert abs(total / float(whole.square().sum()) - 1) < 1e-7
+
+
+def test_a_parameter_of_two_stages_counts_half():
+    shared = torch.nn.Parameter(torch.full((3,), 2.0))
+    own = torch.nn.Parameter(torch.full((2,), 3.0))
+    pairs = [(shared, shared.data), (own, own.data)]
+    assert float(sum_of_squares(pairs, [shared], CPU)) == pytest.approx(12 / 2 + 18)
+    assert num_holders(own) == 1
+    assert local_part(own) is own

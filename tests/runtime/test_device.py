@@ -1,4 +1,4 @@
-"""The device of a process, the settings of its allocators, and the kernels that torch may choose."""
+"""The device of a process, its allocators, and the kernels that torch may choose."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ TESTS = (
     "checkpoint/test_retention.py",
     "checkpoint/test_state.py",
     "config/test_load.py",
-    "data/test_prepared_manifest.py",
+    "data/test_prepared.py",
     "data/test_shards.py",
     "data/test_verification.py",
     "distributed/test_agreement.py",
