@@ -83,7 +83,6 @@ TESTS = (
     "tools/formats/test_peft.py",
     "tools/formats/test_same_model.py",
     "tools/formats/test_torch_file.py",
-    "tools/import_config/test_importer.py",
     "tools/plan/test_machines.py",
     "tools/prepare/test_build.py",
     "tools/prepare/test_compressed.py",

@@ -106,11 +106,6 @@ COMMANDS = {
         "train, describe or use a byte-pair encoding",
         ("tokenizer train my.model --data-path my_texts", "tokenizer encode my.model 'def f(x):'"),
     ),
-    "import-config": Command(
-        "FILE [--out FILE.toml]",
-        "the config of another trainer as one of ours",
-        ("import-config ds_config.json --out mine.toml",),
-    ),
     "eject": Command(
         "FOLDER",
         "copy train.py and the configs, to change them there",

@@ -1,1 +1,0 @@
-"""Converts configs of other trainers: `titanlite import-config`."""
