@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -148,34 +147,6 @@ def adamw(model: Any, config: Config) -> torch.optim.AdamW:
         weight_decay=section.weight_decay,
         fused=True,
     )
-
-
-class Bare:
-    """The same model in a plain loop, as in a notebook."""
-
-    name = "bare loop"
-
-    def __init__(self, arguments: list[str], device: torch.device) -> None:
-        config, llama = configuration(arguments)
-        self.model = initial_weights(config, llama, device)
-        self.config = config
-        self.optimizer = adamw(self.model, config)
-
-    def shard(self) -> None:
-        """Applies `fully_shard` as its tutorial does, over all processes."""
-        for block in self.model.layers.values():
-            fully_shard(block)
-        fully_shard(self.model)
-        self.optimizer = adamw(self.model, self.config)
-
-    def step(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        logits = self.model(tokens)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
 
 
 class HuggingFace:
