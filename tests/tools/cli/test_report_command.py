@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
-import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -15,8 +9,6 @@ from messages import assert_mentions
 from report_runs import write_run
 
 from titanlite.tools.cli.main import main
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
@@ -42,8 +34,6 @@ def test_text(tmp_path, capsys):
     [
         (["aa"], ("aa", "no such folder", "did you mean a?")),
         (["empty"], ("empty", "has no metrics.jsonl")),
-        (["a", "--port", "99999"], ("--port", "99999", "65535")),
-        (["a", "--port", "80"], ("--port", "only with --live")),
         (["a", "--txt"], ("--txt", "did you mean --text?")),
         (["a", "--out", "no/such/x.html"], ("no/such/x.html", "--out")),
         (["a"] * 13, ("13 runs", "at most 12")),
@@ -57,29 +47,3 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, expecte
     error = capsys.readouterr().err
     assert_mentions(error, *expected)
     assert error.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_live_until_ctrl_c(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "titanlite",
-        "report",
-        "--live",
-        "--port",
-        "0",
-        str(write_run(tmp_path / "a")),
-    ]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            url = re.match(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())[0]
-            with urllib.request.urlopen(url, timeout=30) as answer:
-                assert b"<title>a</title>" in answer.read()
-            process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 0
-        finally:
-            process.kill()

@@ -8,16 +8,7 @@ import signal
 import pytest
 
 from titanlite.tools.cli import launch
-from titanlite.tools.cli.stops import STOPS, Stopped, stoppable, until_interrupt
-
-
-@pytest.fixture(params=["handled", "ignored"])
-def inherited(request):
-    """SIGINT as a terminal's process has it, or ignored, as in a background process of a script."""
-    handler = signal.default_int_handler if request.param == "handled" else signal.SIG_IGN
-    before = signal.signal(signal.SIGINT, handler)
-    yield handler
-    signal.signal(signal.SIGINT, before)
+from titanlite.tools.cli.stops import STOPS, Stopped, stoppable
 
 
 @pytest.fixture
@@ -59,17 +50,6 @@ def test_an_interrupt_prints_the_advice_and_an_error_does_not(capsys):
     with pytest.raises(ValueError, match="wrong"), stoppable("repeat it"):
         raise ValueError("wrong")
     assert capsys.readouterr().err == ""
-
-
-def test_until_interrupt_ends_at_sigint_also_where_it_was_ignored(inherited, capsys):
-    reached = []
-    with until_interrupt():
-        reached.append("begin")
-        os.kill(os.getpid(), signal.SIGINT)
-        reached.append("end")
-    assert reached == ["begin"]
-    assert capsys.readouterr().out == "\n"
-    assert signal.getsignal(signal.SIGINT) == inherited
 
 
 @pytest.mark.parametrize("number", STOPS)

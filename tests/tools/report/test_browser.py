@@ -4,13 +4,10 @@ requested or logged.
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from browser import BINARY, browser
 from report_runs import CONFIG, HOSTILE, write_lines, write_run
 
-from titanlite.tools.report.live import build_server
 from titanlite.tools.report.page import contents, page
 from titanlite.tools.report.run_data import read_run
 
@@ -146,26 +143,3 @@ def test_it_can_be_printed(tab, one):
     tab.open(one, dark=True)
     assert tab.pdf().startswith(b"%PDF")
     assert tab.messages == []
-
-
-@pytest.mark.slow
-def test_a_live_page_shows_new_values(tab, tmp_path):
-    folder = write_run(tmp_path / "a")
-    server = build_server([folder], 0)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        tab.open(f"http://127.0.0.1:{server.server_address[1]}/")
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 3010, "loss": 2.0, "tokens": 12328960, "seconds": 7525}\n')
-        shown = "document.getElementById('table').textContent"
-        wait = f"""new Promise((done) => {{
-            const look = () => {shown}.includes("3,010 of 3,000") ? done(true) : setTimeout(look, 100);
-            look(); setTimeout(() => done(false), 20000);
-        }})"""
-        assert tab.run(wait) is True
-        assert tab.run(f"{SEEN}.errors") == ""
-        assert tab.messages == []
-        assert all(url.endswith("/data.json") for url in tab.requests)
-    finally:
-        server.shutdown()
-        server.server_close()

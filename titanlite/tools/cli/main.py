@@ -97,7 +97,7 @@ COMMANDS = {
         ("evaluate outputs/debug --perplexity my_texts",),
     ),
     "report": Command(
-        "RUN... [--text] [--live] [--out FILE]",
+        "RUN... [--text] [--out FILE]",
         "charts and findings of a run, or several compared",
         ("report outputs/debug --text", "report outputs/first outputs/second"),
     ),

@@ -1,4 +1,4 @@
-"""`titanlite report`: shows one run, or compares several, as a page, as text, or live.
+"""`titanlite report`: shows one run, or compares several, as a page or as text.
 
 Modules that import numpy are imported when they are needed, so that `--help` and wrong options are
 answered at once.
@@ -13,8 +13,7 @@ from pathlib import Path
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import replace_file
-from titanlite.tools.cli.options import StrictParser, at_least
-from titanlite.tools.cli.stops import until_interrupt
+from titanlite.tools.cli.options import StrictParser
 
 EPILOG = """Without options, writes report.html into the first run's folder: one file that needs no
 network. Every run writes its own when it ends. docs/report.md says how to read it."""
@@ -22,14 +21,10 @@ EXPECTED = "expected a run's folder, as outputs/debug"
 
 
 def run(argv: list[str]) -> int:
-    """Writes or prints the report, or serves it until Ctrl-C. Raises ConfigError."""
+    """Writes or prints the report. Raises ConfigError."""
     options = _parser().parse_args(argv)
-    if options.port is not None and not options.live:
-        raise ConfigError("--port: only with --live")
     folders = _run_folders(options.runs)
-    if options.live:
-        _serve(folders, options.port)
-    elif options.text:
+    if options.text:
         _print_text(folders)
     else:
         _write_page(folders, options.out)
@@ -39,7 +34,7 @@ def run(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = StrictParser(
         prog="titanlite report",
-        usage="titanlite report RUN... [--out FILE | --text | --live [--port N]]",
+        usage="titanlite report RUN... [--out FILE | --text]",
         description="Show what a run has done, or compare several runs.",
         epilog=EPILOG,
         allow_abbrev=False,
@@ -50,14 +45,6 @@ def _parser() -> argparse.ArgumentParser:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--out", type=Path, metavar="FILE", help="where to write the page")
     form.add_argument("--text", action="store_true", help="print the report, in at most 80 columns")
-    form.add_argument(
-        "--live",
-        action="store_true",
-        help="serve the page on 127.0.0.1, with newer data as it comes",
-    )
-    parser.add_argument(
-        "--port", type=at_least(int, 0, 65535), metavar="N", help="of --live; 0: any; default 8765"
-    )
     return parser
 
 
@@ -111,12 +98,3 @@ def _write_page(folders: list[Path], out: Path | None) -> None:
         reason = error.strerror or error
         raise ConfigError(f"{path}: {reason}; expected a file to write, with --out") from None
     print(path)
-
-
-def _serve(folders: list[Path], port: int | None) -> None:
-    from titanlite.tools.report.live import HOST, PORT, build_server
-
-    server = build_server(folders, PORT if port is None else port)
-    with server, until_interrupt():
-        print(f"http://{HOST}:{server.server_address[1]}/ (Ctrl-C ends)", flush=True)
-        server.serve_forever()

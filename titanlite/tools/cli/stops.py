@@ -36,19 +36,3 @@ def stoppable(advice: str = "") -> Iterator[None]:
     finally:
         for number, handler in zip(handled, before, strict=True):
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def until_interrupt() -> Iterator[None]:
-    """Context manager that ends at SIGINT (Ctrl-C) without an error.
-
-    It also handles SIGINT where that was inherited as ignored: a shell script starts its background
-    processes so, and Python then installs no handler.
-    """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    except KeyboardInterrupt:
-        print()  # a new line after the ^C that the terminal shows
-    finally:
-        signal.signal(signal.SIGINT, before)

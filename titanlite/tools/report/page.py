@@ -38,14 +38,13 @@ MOST_PROMPTS = 12
 MOST_RUNS = 12
 
 
-def contents(runs: list[Run], live: bool = False) -> dict[str, Any]:
-    """The content of the page as plain data. `live`: the page asks for newer data."""
+def contents(runs: list[Run]) -> dict[str, Any]:
+    """The content of the page as plain data."""
     tables = [dict(table(run)) for run in runs]
     names = list(dict.fromkeys(name for facts in tables for name in facts))
     return {
         "title": ", ".join(run.name for run in runs),
         "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "live": live,
         "runs": [_run(run) for run in runs],
         "table": [[name, *(facts.get(name, "") for facts in tables)] for name in names],
         "charts": charts(runs),
@@ -105,7 +104,7 @@ def page(data: dict[str, Any]) -> str:
         "default-src 'none'",
         "script-src " + " ".join(_hash(script) for script in scripts),
         "style-src " + " ".join(_hash(style) for style in styles),
-        "connect-src 'self'" if data["live"] else "connect-src 'none'",
+        "connect-src 'none'",
         "img-src data:",
         "base-uri 'none'",
         "form-action 'none'",

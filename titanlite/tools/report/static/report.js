@@ -1,5 +1,5 @@
-// Builds the report from the JSON in the page: tables as text, charts with uPlot. Nothing is requested, except for
-// data.json by a page that `titanlite report --live` serves. All text from files is set with `textContent`.
+// Builds the report from the JSON in the page: tables as text, charts with uPlot. Nothing is requested. All text from
+// files is set with `textContent`.
 (() => {
   "use strict";
 
@@ -7,7 +7,7 @@
   addEventListener("error", (event) => errors.push(event.message));
   const root = document.documentElement;
   const $ = (id) => document.getElementById(id);
-  let data = JSON.parse($("data").textContent);
+  const data = JSON.parse($("data").textContent);
 
   const SYMBOLS = {
     diverged: "✕", rollback: "◁", restart: "◆", spike: "▲", skip: "⊘", signal: "!", resume: "↻", save: "▪", start: "▷",
@@ -418,7 +418,7 @@
     document.title = `${data.title} – training report`;
     $("title").textContent = data.title;
     $("sub").replaceChildren(
-      make("span", { id: "made" }, data.live ? "live" : `written ${data.made}`),
+      make("span", {}, `written ${data.made}`),
       ...data.runs.map((run) => make("span", { class: "path" }, run.folder)),
     );
     $("runs").replaceChildren(...(data.runs.length < 2 ? [] : data.runs.map((run, number) =>
@@ -467,23 +467,20 @@
       ];
     }).filter(Boolean));
     samples(several);
-    const requests = data.live ? "It requests only data.json." : "It makes no request.";
-    $("footer").textContent = `One file without external parts. ${requests} Charts: uPlot (MIT licence).`;
+    $("footer").textContent = "One file without external parts. It makes no request. Charts: uPlot (MIT licence).";
   }
 
   function samples(several) {
     const text = (sample) => make("figure", { class: "sample" }, make("figcaption", {}, `step ${sample.step.toLocaleString("en")}`), make("pre", {}, sample.text));
-    const open = new Set([...document.querySelectorAll("#samples details[open]")].map((node) => node.dataset.of));
     $("s-samples").hidden = !data.runs.some((run) => run.samples.length);
     $("samples").replaceChildren(...data.runs.filter((run) => run.samples.length).flatMap((run) => [
       several ? make("h3", {}, run.name) : null,
       ...[...new Set(run.samples.map((sample) => sample.prompt))].flatMap((prompt) => {
         const all = run.samples.filter((sample) => sample.prompt === prompt);
         const older = all.slice(0, -1).reverse();
-        const key = `${run.folder}|${prompt}`;
         return [
           make("h4", {}, "Prompt: ", make("code", {}, prompt)), text(all[all.length - 1]),
-          older.length ? make("details", { "data-of": key, open: open.has(key) }, make("summary", {}, `${older.length} earlier`), ...older.map(text)) : null,
+          older.length ? make("details", {}, make("summary", {}, `${older.length} earlier`), ...older.map(text)) : null,
         ];
       }),
     ]).filter(Boolean));
@@ -513,7 +510,6 @@
     $("charts").replaceChildren(...sections.map((name) => make("section", { "aria-label": name },
       make("h2", {}, name),
       make("div", { class: "grid" }, ...data.charts.filter((chart) => chart.section === name).map(chartBox)))));
-    observer.disconnect(); // of the boxes before
     document.querySelectorAll(".plot").forEach((box) => observer.observe(box));
   }
 
@@ -539,20 +535,10 @@
     else root.dataset.theme = theme;
   }
 
-  // Tokens and time can be chosen as soon as a run has them; a live page may be opened before
+  // Tokens and time can be chosen if a run has them
   function axes() {
     const there = Object.entries(AXES).filter(([name]) => name === "step" || data.runs.some((run) => run.axis.tokens.length));
-    if ($("x").querySelectorAll("label").length === there.length) return;
-    $("x").querySelectorAll("label").forEach((label) => label.remove());
     choice($("x"), Object.fromEntries(there), state.x, (value) => { state.x = value; state.zoom = null; $("reset").hidden = true; draw(); });
-  }
-
-  function render() {
-    head();
-    axes();
-    tables();
-    boxes();
-    draw();
   }
 
   function controls() {
@@ -573,29 +559,11 @@
     addEventListener("afterprint", () => { paint(state.theme); draw(); });
   }
 
-  async function update() {
-    let waits = 5000;
-    try {
-      const answer = await fetch("data.json", { cache: "no-cache" });
-      if (answer.ok) {
-        const next = await answer.json();
-        if (JSON.stringify(next) !== JSON.stringify(data)) {
-          const at = scrollY;
-          data = next;
-          render();
-          scrollTo(0, at);
-        }
-        waits = Number(answer.headers.get("X-Poll-Seconds") || 5) * 1000;
-      }
-      $("made").textContent = `live, updated ${new Date().toLocaleTimeString()}`;
-    } catch {
-      $("made").textContent = "live: the server does not answer";
-    }
-    setTimeout(update, waits);
-  }
-
   paint(state.theme);
   controls();
-  render();
-  if (data.live) update();
+  head();
+  axes();
+  tables();
+  boxes();
+  draw();
 })();
