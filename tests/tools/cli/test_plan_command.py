@@ -179,15 +179,6 @@ def test_the_best_layout_is_a_config_that_fits(capsys, tmp_path):
     assert config.training.compute_dtype == "auto"
 
 
-def test_a_page_is_one_file_without_requests(capsys, tmp_path):
-    out = tmp_path / "plan.html"
-    printed(capsys, "llama3_8b", "--gpus=8", f"--html={out}")
-    page = out.read_text()
-    assert page.count('class="bar"') == 2
-    assert "fits" in page
-    assert not re.search(r"(src|href)=|url\(|<script", page)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -196,12 +187,11 @@ def test_a_page_is_one_file_without_requests(capsys, tmp_path):
         (["--gpuss=8"], "unknown option --gpuss=8; did you mean"),
         (["--gpus=3", "--parallel.tp=2"], "does not divide the 3 processes"),
         (["--out=best.toml"], "--out: only with --search"),
-        (["--search", "--html=plan.html"], "--html: not with --search"),
         (["--search", "--mfu=0.5"], "--mfu: not with --search"),
         (["--tokens-per-second=90000"], "90000 tokens/s per GPU: need "),
         (["--tokens="], "--tokens"),
         (["--prices=nothing.toml"], "nothing.toml"),
-        (["--html=/nowhere/plan.html"], "--html /nowhere/plan.html"),
+        (["--search", "--out=/nowhere/best.toml"], "--out /nowhere/best.toml"),
     ],
     ids=" ".join,
 )

@@ -38,7 +38,6 @@ from titanlite.tools.plan.budget import (
     speed_from_mfu,
 )
 from titanlite.tools.plan.machines import Machine, find_machine, price_of, read_prices
-from titanlite.tools.plan.page import page
 from titanlite.tools.plan.plan import Plan, make_plan, with_dtype
 from titanlite.tools.plan.scaling import scaling_laws, scaling_lines
 from titanlite.tools.plan.schedule import schedule_lines, schedule_points, schedule_warnings
@@ -70,9 +69,9 @@ def run(argv: list[str]) -> int:
         machine = dataclasses.replace(machine, gpus_per_node=options.nodes_of)
     gpus = options.gpus or _processes(config)
     if options.out and not options.search:
-        raise ConfigError("--out: only with --search; expected both, or --html")
+        raise ConfigError("--out: only with --search; expected both")
     if options.search:
-        for name in ("html", "tokens", "flops", "days", "mfu", "tokens_per_second"):
+        for name in ("tokens", "flops", "days", "mfu", "tokens_per_second"):
             if getattr(options, name) is not None:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{option}: not with --search; plan the layout that it finds")
@@ -81,12 +80,10 @@ def run(argv: list[str]) -> int:
         return _search(config, llama, gpus, machine, given, options)
     plan = make_plan(config, llama, gpus, machine, exact=not options.estimate)
     budget = _budget(plan, options)
-    lines = [*plan_lines(plan), *faster_layout(plan), "", *_run_lines(plan, budget, options)]
-    if options.html:
-        write_file("--html", options.html, page(plan, lines))
     if options.json:
         print(plan_json(plan, _run_contents(plan, budget, options)))
     else:
+        lines = [*plan_lines(plan), *faster_layout(plan), "", *_run_lines(plan, budget, options)]
         print("\n".join(lines))
     return 0
 
@@ -208,7 +205,6 @@ def _parser() -> StrictParser:
         "--save-seconds", type=at_least(float, 1e-3), metavar="S", help="that a save takes"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
     return parser
 
 
