@@ -34,7 +34,6 @@ MARKS = {
     "e2e/test_mixture.py": "parity",
     "e2e/test_parity.py": "parity",
     "e2e/test_sinks.py": "formats",
-    "learn": "parity",
     "model": "parity",
     "nullgpu": "parity",
     "observe": "faults",
