@@ -85,6 +85,14 @@ def test_a_bin_of_another_format_is_named(tmp_path, content, expected):
         detect(tmp_path / "a.bin", SOURCE)
 
 
+def test_a_chunk_of_litdata_is_not_read_with_its_header(tmp_path):
+    path = tmp_path / "chunk-0-1.bin"
+    path.write_bytes(IDS)
+    with refused(str(path), "litdata", "numpy.save", "data.ids"):
+        detect(path, SOURCE)
+    assert detect(path, Source("x", ids="uint16")) == ("tokens", "")
+
+
 def test_an_arrow_stream_is_not_an_id_of_minus_one(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     table = arrow.table({"text": ["a", "b"]})

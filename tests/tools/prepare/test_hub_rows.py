@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from messages import refused
-from preparing import TOKENIZER
+from preparing import TOKENIZER, documents_of, prepared
 
+from titanlite.tools.cli.prepare_command import run
 from titanlite.tools.prepare.job import File, Job, differences
 from titanlite.tools.prepare.plan_job import check_unchanged, plan_job
 from titanlite.tools.prepare.sources import Source, find
@@ -40,6 +41,22 @@ def test_a_change_of_a_local_data_set_is_named(tmp_path, sizes):
     with refused(f"hf:{tmp_path}/set: has changed since"):
         check_unchanged(begun.files, tmp_path / "work")
     assert differences(begun, job_of("hf:set")) == f"files: hf:{tmp_path}/set has changed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("several", [False, True])
+def test_a_saved_data_set_is_read_as_hf(tmp_path, monkeypatch, several):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    rows = [f"row {i} says {'x' * (i % 7)}" for i in range(60)]
+    data = datasets.Dataset.from_dict({"text": rows})
+    if several:
+        data = datasets.DatasetDict({"train": data, "test": data.select(range(3))})
+    folder = tmp_path / "saved"
+    data.save_to_disk(str(folder))
+    with refused(str(folder), "hf:FOLDER"):
+        run([str(folder), "--out", str(tmp_path / "refused")])
+    assert sorted(documents_of(prepared(tmp_path / "made", f"hf:{folder}"))) == sorted(rows)
 
 
 def test_a_column_that_is_missing_is_named(sizes):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from messages import refused
+from preparing import prepared
 
 from titanlite.tools.prepare.sources import STDLIB, Keys, Source, find, require_apart
 
@@ -72,6 +73,14 @@ def test_prepared_data_below_a_source_is_named(tmp_path):
     with refused("data.path", str(inner), "data.pattern"):
         find(Source(str(tmp_path)))
     assert [file.relative for file in find(Source(str(tmp_path), "**/*.txt")).files] == ["a.txt"]
+
+
+def test_a_shard_of_prepared_data_is_not_a_source(tmp_path):
+    (tmp_path / "a.txt").write_text("x = 1\n" * 500)
+    made = prepared(tmp_path / "made", tmp_path / "a.txt")
+    for name in ("train-00000.bin", "train-00000.starts.bin"):
+        with refused(str(made), "--data.path="):
+            find(Source(str(made / name)))
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):

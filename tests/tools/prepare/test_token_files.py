@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import tracemalloc
 from pathlib import Path
@@ -206,26 +205,11 @@ LLMC_HEADER = np.array([20240520, 1, 286, *[0] * 253], "<i4").tobytes()
 IDS = np.arange(286, dtype="<u2").tobytes()
 NUMPY_HEADER = b"{'descr': '<u2', 'fortran_order': False, 'shape': (286,), }"
 NUMPY_IDS = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(NUMPY_HEADER)) + NUMPY_HEADER + IDS
-LITDATA_INDEX = {
-    "chunks": [{"filename": "ids.bin"}],
-    "config": {"data_format": ["no_header_tensor:20"]},
-}
-
-
-def litdata_index(folder: Path) -> list[bytes]:
-    (folder / "ids.bin").write_bytes(struct.pack("<3I", 1, 12, 12 + len(IDS)) + IDS)
-    return [json.dumps(LITDATA_INDEX).encode()]
-
-
-def read_chunk(folder: Path, data: bytes) -> None:
-    (folder / "index.json").write_bytes(data)
-    build_data(Source(str(folder / "ids.bin")), folder / "made")
 
 
 FUZZED = {
     "token ids with a header": of_source("bytes", "ids.bin", LLMC_HEADER + IDS),
     "token ids": of_source("bytes", "ids.bin", IDS),
     "NumPy ids": of_source("bytes", "ids.npy", NUMPY_IDS),
-    "litdata index": Reader("text", litdata_index, read_chunk),
     "Megatron index": Reader("bytes", megatron_index, read_with_index),
 }

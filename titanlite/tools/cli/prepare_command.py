@@ -32,9 +32,9 @@ USAGE = """titanlite prepare SOURCE... --out FOLDER [options]
        titanlite prepare [CONFIG] [--section.key=value ...]"""
 EPILOG = """\
 A SOURCE is a text file, JSON lines, Parquet, or a folder of these; token ids of nanoGPT or llm.c
-(.bin), OLMo or NumPy (.npy), litdata (chunk-*.bin), Megatron (.bin with .idx) or datatrove (.ds
-with .ds.index); hf:NAME[:CONFIG[:SPLIT]] for a data set of the package datasets; or python-stdlib.
-Text and JSON lines may be compressed with gzip or zstd. Kinds are detected from the contents.
+(.bin), OLMo or NumPy (.npy), Megatron (.bin with .idx) or datatrove (.ds with .ds.index);
+hf:NAME[:CONFIG[:SPLIT]] for a data set of the package datasets; or python-stdlib. Text and JSON
+lines may be compressed with gzip or zstd. Kinds are detected from the contents.
 
 Train on the result with --data.path=FOLDER. An interrupted command goes on when it is repeated.
 Without --out and --inspect, the arguments are those of `titanlite train`, and its data is prepared

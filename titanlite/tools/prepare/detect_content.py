@@ -19,7 +19,6 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.tools.prepare.compressed import COMPRESSIONS, damaged, open_file, unreadable
 from titanlite.tools.prepare.documents import BYTE_ORDER_MARK
 from titanlite.tools.prepare.fields import CONVERSATIONS, IN_JSON, other_fields, with_chat
-from titanlite.tools.prepare.litdata_chunk import INDEX, chunk_names, read_index
 from titanlite.tools.prepare.sources import DATATROVE_COMPANIONS, RAW_NAMES, Source
 
 SAMPLE = 4096  # bytes that are read
@@ -52,6 +51,7 @@ DATATROVE_FILES = tuple(f".ds{suffix}" for suffix in DATATROVE_COMPANIONS)
 MEGATRON = b"MMIDIDX\x00\x00"
 # How Megatron's preprocess_data, and Pythia's shards of its files, end
 MEGATRON_NAME = re.compile(r"(^|_)(document|sentence)(-\d+-of-\d+)?\.bin")
+LITDATA_NAME = re.compile(r"chunk-\d+-\d+(\.\w+)?\.bin")
 NUMPY = b"\x93NUMPY"
 # A zip archive's first file in a file of torch.save
 TORCH = re.compile(rb"PK\x03\x04.{26}[^/]{1,80}/(data\.pkl|\.format_version|\.data)", re.DOTALL)
@@ -125,6 +125,11 @@ def detect(path: Path, source: Source) -> tuple[str, str]:
     named = path.name.removesuffix(".gz").removesuffix(".zst").endswith(ROW_NAMES)
     if not _is_text(sample) and not named:  # among rows, some may be text
         if path.suffix in RAW_NAMES:
+            if LITDATA_NAME.fullmatch(path.name) and source.ids == "auto":
+                raise ConfigError(
+                    f"{path}: is named as a chunk of litdata, which has a header; save the ids "
+                    f"with numpy.save, or name their type by {source.keys.ids} if it has none"
+                )
             if MEGATRON_NAME.search(path.name) and source.ids == "auto":
                 raise ConfigError(
                     f"{path}: is named as Megatron's, whose documents are in "
@@ -144,9 +149,7 @@ def detect(path: Path, source: Source) -> tuple[str, str]:
 
 
 def _describes_others(path: Path) -> bool:
-    """Whether a file only describes token ids beside it, by litdata or dolma."""
-    if path.name == INDEX:
-        return any(path.with_name(name).is_file() for name in chunk_names(read_index(path.parent)))
+    """Whether a file only describes token ids beside it, by dolma."""
     name = path.name.removesuffix(".csv.gz")
     return name != path.name and path.with_name(name + ".npy").is_file()
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import BUNDLED, Tokenizer
 from titanlite.tools.prepare.detect_content import detect
-from titanlite.tools.prepare.foreign_folders import foreign_folders
 from titanlite.tools.prepare.hub_rows import num_shards
 from titanlite.tools.prepare.job import (
     HOLDOUT,
@@ -113,9 +112,7 @@ def _files(source: Source, found: Found, split: str, tokenizer: Tokenizer) -> li
     files: list[File] = []
     layouts: dict[str, Layout] = {}
     problems: list[str] = []
-    if source.path not in ("", STDLIB):
-        problems = foreign_folders(found.files)
-    for file in [] if problems else found.files:
+    for file in found.files:
         try:
             kind, compression = _detect(file, source)
             if kind == "tokens":
@@ -135,7 +132,6 @@ def _files(source: Source, found: Found, split: str, tokenizer: Tokenizer) -> li
     if not files and not problems:
         path = found.files[0].path
         problems = [f"{path}: is read with the token ids that it describes; give their file"]
-    problems = list(dict.fromkeys(problems))  # of a folder's chunks, once
     if len(problems) > MOST_PROBLEMS:
         omitted = len(problems) - MOST_PROBLEMS
         problems = [*problems[:MOST_PROBLEMS], f"and {omitted} more"]

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -110,6 +111,11 @@ def find(source: Source) -> Found:
                 name = Path(name).stem
             if not root.stat().st_size:
                 raise ConfigError(f"{keys.path} = {path!r}: the file is empty")
+            if root.suffix == ".bin" and is_prepared(root.parent):
+                raise ConfigError(
+                    f"{root.parent}: is a folder of prepared data; train on all of it with "
+                    f"--data.path={shlex.quote(str(root.parent))}"
+                )
             return _found(name, root.parent, [root])
         if not root.is_dir():
             hint = ""
@@ -196,13 +202,12 @@ def _with_size(path: Path, relative: str) -> FoundFile:
 def with_companions(file: FoundFile) -> list[FoundFile]:
     """A file and those that are read with it.
 
-    They are Megatron's or litdata's index of a .bin, and datatrove's index and description of a
-    .ds.
+    They are Megatron's index of a .bin, and datatrove's index and description of a .ds.
     """
     path = Path(file.path)
     names = []
     if path.suffix == ".bin":
-        names = [path.with_suffix(".idx").name, "index.json"]
+        names = [path.with_suffix(".idx").name]
     elif path.suffix == ".ds":
         names = [path.name + suffix for suffix in DATATROVE_COMPANIONS]
     relative = PurePosixPath(file.relative)

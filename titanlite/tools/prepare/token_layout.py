@@ -1,7 +1,7 @@
 """Finds where the ids are in a file of token ids, and of which type they are.
 
 What it is: files that state the type are read as they say: llm.c's header, NumPy's, Megatron's
-index, litdata's index.json. A file without any of these (nanoGPT, `ndarray.tofile`, the memory maps
+index. A file without any of these (nanoGPT, `ndarray.tofile`, the memory maps
 of OLMo and dolma, which are named .npy) has ids of 16 bits unless its data can be wider ids: there
 each second half is the upper one, which is 0 or small, while the lower one is not. Then it is
 refused, and the option or key `ids` decides, because the same bytes can be ids of 16 bits with a 0
@@ -23,7 +23,6 @@ import numpy as np
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.detect_content import LLMC, LLMC_HEADER, MEGATRON, NUMPY
-from titanlite.tools.prepare.litdata_chunk import chunk_layout
 
 INDEX_HEADER = np.dtype(
     [("magic", "S9"), ("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("bounds", "<u8")]
@@ -100,10 +99,6 @@ def _stated_layout(path: str, size: int) -> Layout | None:
     if path.endswith(".bin") and index.is_file():
         type_code, _, _ = megatron_header(index)
         return _whole_file(path, size, np.dtype(DTYPES[type_code]))
-    chunk = chunk_layout(path, size)
-    if chunk:
-        dtype, offset = chunk
-        return Layout(dtype, offset, (size - offset) // dtype.itemsize)
     return None
 
 
