@@ -157,7 +157,7 @@ def main(config: Config) -> int:
     # 5. Metrics and validation
     # Each may add values to a logged step
     columns = (parts.scaler, parts.guard, parts.balance, noise_scale)
-    metrics = Metrics(config, llama, folder, device, progress, columns, compiled)
+    metrics = Metrics(config, llama, folder, device, progress, columns)
     time_waits(metrics.step_times, device)  # wraps torch's functions that wait for other ranks
     plan_check = PlanCheck(functools.partial(compare_with_plan, config, llama, device))
     probes = Probes(config.metrics, stages, noise_scale, metrics)

@@ -133,16 +133,16 @@ def named(names: list[str]) -> list[str]:
     return names
 
 
-def hottest(subject: Any, batches: list[Any]) -> str:
+def profile_of(subject: Any, batches: list[Any]) -> str:
     """Lists the kernels of two steps by their time."""
     from torch.profiler import profile
 
-    from titanlite.observe.hottest import summary
+    from titanlite.observe.profile import summary
 
     with profile(record_shapes=True) as trace:
         for batch in batches[:2]:
             subject.step(*batch)
-    return summary(trace.events(), 2)
+    return summary(trace, 2)
 
 
 def child(arguments: list[str], steps: int, profiled: bool) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def child(arguments: list[str], steps: int, profiled: bool) -> dict[str, Any]:
         "compute": config.training.compute_dtype,
         "not compiled": subject.not_compiled,
         "seconds": seconds,
-        "profile": hottest(subject, batches) if profiled else "",
+        "profile": profile_of(subject, batches) if profiled else "",
     }
 
 

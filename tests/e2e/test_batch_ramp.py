@@ -5,13 +5,10 @@ every count.
 from __future__ import annotations
 
 import itertools
-import re
 
 import pytest
 from messages import assert_mentions, run_refused
 from runs import curve, rows, samples_of_a_run, train_run, train_until
-
-from titanlite.observe.console import duration
 
 # Steps of 8, 8, 16, 16, 24 and 32 sequences of 64 tokens
 RAMP = [
@@ -61,19 +58,6 @@ def test_every_count_follows_the_sizes(whole_run):
         assert row["tps_global"] == pytest.approx(
             (row["tokens"] - before["tokens"]) / (row["seconds"] - before["seconds"])
         )
-
-
-@pytest.mark.slow
-def test_the_remaining_time_is_that_of_the_remaining_tokens(whole_run):
-    """At the speed so far, without the first step once there is another one."""
-    folder = whole_run(*RAMP, "--validation.freq=0")
-    shown = re.findall(r"eta (\S+)", (folder / "log.txt").read_text())
-    first, *steps = [row for row in rows(folder) if "loss" in row]
-    total, expected = 64 * sum(SIZES), [(64 * sum(SIZES) - first["tokens"]) / first["tps_global"]]
-    for row in steps:
-        speed = (row["tokens"] - first["tokens"]) / (row["seconds"] - first["seconds"])
-        expected.append((total - row["tokens"]) / speed)
-    assert shown == [duration(seconds) for seconds in expected]
 
 
 @pytest.mark.slow

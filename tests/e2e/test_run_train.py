@@ -38,7 +38,7 @@ def test_trains_prints_a_sample_and_what_to_try_next(arguments, tmp_path):
     )
     assert code == 0, output
     assert "step 6/6  loss" in output
-    assert "eta 0:0" in output  # the last validation and save are still to come
+    assert "eta 0:00" in output
     assert "a sample" in output
     # The command itself, or python -m titanlite
     assert f"titanlite generate {tmp_path}/debug" in output

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 from messages import refused
 from runs import rows, train_run
 
 from titanlite.config.schema import ValidationConfig
-from titanlite.data.rows import Batch
-from titanlite.observe import validation
 from titanlite.observe.validation import Sums, Validator
 
 
@@ -66,30 +62,3 @@ def test_targets_that_encode_no_bytes_have_no_bits_per_byte(monkeypatch):
     assert written == [
         {"step": 1, "validation/web/loss": 1.5, "validation/web/perplexity": math.exp(1.5)}
     ]
-
-
-def test_the_first_forward_is_timed_for_the_eta(monkeypatch):
-    """It compiles; later ones do not count."""
-    validator = object.__new__(Validator)
-    batch = Batch(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))
-    monkeypatch.setattr(validation, "validation_batches", lambda *arguments: [batch, batch])
-    seconds = iter([0.05, 0.2])
-    validator.config, validator.stream, validator.token_bytes = (
-        ValidationConfig(),
-        None,
-        torch.ones(1, dtype=torch.int64),
-    )
-
-    def evaluate(batch: Batch) -> torch.Tensor:
-        time.sleep(next(seconds))
-        return torch.zeros(())
-
-    validator.evaluate = evaluate
-    first: list[float] = []
-    validator.metrics = SimpleNamespace(
-        device=torch.device("cpu"), count_first_evaluation=first.append
-    )
-    validator.mesh = SimpleNamespace(sum_counts=lambda count: count, sum_losses=lambda loss: loss)
-    requests = SimpleNamespace(agree_to_stop=lambda: False)
-    assert validator.sums(None, requests) == (0.0, 8, 8)
-    assert 0.05 <= first[0] < 0.2 <= first[1]

@@ -68,7 +68,7 @@ class TrainStream:
         size = self.training.local_batch_size
         seq_len = self.training.seq_len
         self.begun = self.samples
-        self.samples = self.samples_after(1)
+        self.samples = samples_after(self.training, self.samples, 1)
         self.step_tokens = (self.samples - self.begun) * seq_len
 
         # Local batches are dealt to the ranks in turn: 0, 1, ..., data_size - 1, 0, ...
@@ -91,10 +91,6 @@ class TrainStream:
         first = self.order.number(self.begun)
         last = self.order.number(self.samples - 1)
         return range(first, last + 1)
-
-    def samples_after(self, steps: int) -> int:
-        """Returns the number of samples that all ranks will have used `steps` steps from now."""
-        return samples_after(self.training, self.samples, steps)
 
     def take_seconds(self) -> float:
         """Returns the seconds spent in `next_step` since the last call, and resets them."""

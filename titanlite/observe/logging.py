@@ -11,7 +11,6 @@ import os
 import sys
 from pathlib import Path
 
-from titanlite.observe.console import TableFormatter
 from titanlite.observe.line_file import LineFileHandler
 
 logger = logging.getLogger("titanlite")
@@ -31,8 +30,6 @@ def setup_logging(rank: int) -> None:
         prefix = f"[rank {rank}] "
     console = logging.StreamHandler(sys.stdout)
     console.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
-    if sys.stdout.isatty():  # a file gets plain lines, which scripts read
-        console.setFormatter(TableFormatter(prefix))
     shown = {word.strip() for word in os.environ.get("LOG_RANK", "0").split(",")}
     if str(rank) not in shown:
         console.setLevel(logging.WARNING)

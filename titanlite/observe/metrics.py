@@ -27,8 +27,7 @@ from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.distributed.mesh import sum_dtype
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.flops import flops_per_token, peak_tflops
-from titanlite.observe.console import step_line
-from titanlite.observe.eta import Eta
+from titanlite.observe.console import Eta, step_line
 from titanlite.observe.line_file import LineFile
 from titanlite.observe.memory import peak_memory_gib
 from titanlite.observe.metrics_file import drop_later_lines
@@ -83,13 +82,12 @@ class Metrics:
         device: torch.device,
         progress: Progress,
         columns: Sequence[HasColumns] = (),
-        compiled: bool = False,
     ) -> None:
         """Removes lines after `progress.step` from metrics.jsonl in the run's `folder`; at step 0,
         all lines.
 
-        `columns`: the parts that add columns to logged steps; `compiled`: whether the first step
-        compiles blocks. Raises ConfigError, on all ranks, if the file cannot be written.
+        `columns`: the parts that add columns to logged steps. Raises ConfigError, on all ranks, if
+        the file cannot be written.
         """
         self.config = config.metrics
         self.num_steps = config.training.steps
@@ -102,12 +100,9 @@ class Metrics:
         self.progress = progress
         self.columns = columns
         self.step_times = StepTimes(self.config.step_times, device)
-        self.eta = Eta(self.num_steps, config.validation, config.checkpoint, compiled)
+        self.eta = Eta()
         self.file = LineFile(folder / "metrics.jsonl")
         broadcast_from_rank0(self._drop_later_lines)
-        # Pauses since the last log: (step before it, seconds)
-        self.pauses: list[tuple[int, float]] = []
-        self.compiling = 0.0  # seconds of this process's first evaluation
         self._steps = 0  # of this process
         # Those without targets, on the device
         self._empty_steps = torch.zeros((), dtype=torch.int64, device=device)
@@ -144,11 +139,6 @@ class Metrics:
         self._empty_steps = self._empty_steps + (targets == 0)
         self._add_time()
         self.progress.add(tokens, seconds=0.0)
-
-    def count_first_evaluation(self, seconds: float) -> None:
-        """Records the first evaluation, which compiles; call it after each validation forward."""
-        if not self.compiling:
-            self.compiling = seconds
 
     def due(self, last: bool) -> bool:
         """Whether the current step is logged."""
@@ -197,14 +187,9 @@ class Metrics:
         self.write(row)
         self._warn_of_empty_steps(round(empty_steps))
 
-        # The console shows two more figures, which are not in the file
-        self.eta.add_window(seconds, tokens, self.pauses, self.compiling)
-        self.pauses = []
         remaining_steps = self.num_steps - progress.step
-        remaining_samples = stream.samples_after(remaining_steps) - stream.samples
-        row["steps"] = self.num_steps
-        row["eta"] = self.eta.remaining(progress.step, remaining_samples * self.seq_len)
-        logger.info(step_line(self._position(), row), extra={"row": row})
+        eta = self.eta.remaining(time.monotonic(), self._steps, remaining_steps)
+        logger.info(step_line(self._position(), row, eta))
         return row
 
     def _warn_of_empty_steps(self, empty_steps: int) -> None:
@@ -237,9 +222,7 @@ class Metrics:
     def log_validation(self, name: str, values: dict[str, float]) -> None:
         """Shows the results of validation on one source."""
         shown = "  ".join(f"{key} {value:.4f}" for key, value in values.items())
-        validation = (self.progress.step, self.num_steps, name, values)
-        text = f"{self._position()}  validation/{name}  {shown}"
-        logger.info(text, extra={"validation": validation})
+        logger.info(f"{self._position()}  validation/{name}  {shown}")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -252,9 +235,7 @@ class Metrics:
             self._last = time.monotonic()  # before the first step, this time was the set-up
         mark_phase(Phase.PAUSE)
         yield
-        now = time.monotonic()
-        self.pauses.append((self.progress.step, now - self._last))  # for the ETA
-        self._last = now
+        self._last = time.monotonic()
 
     def close(self) -> None:
         """Stops the step times; call it after the last step."""

@@ -12,7 +12,6 @@ What it costs: a third of a training step per token.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -140,8 +139,6 @@ class Validator:
                 return None
             targets = batch.labels[batch.labels != IGNORED]
             counts += torch.tensor([len(targets), int(self.token_bytes[targets].sum())])
-            began = time.monotonic()
             loss += self.evaluate(batch.apply(lambda tensor: to_device(tensor, device)))
-            self.metrics.count_first_evaluation(time.monotonic() - began)
         num_targets, num_bytes = self.mesh.sum_counts(counts.to(device)).tolist()
         return Sums(float(self.mesh.sum_losses(loss)), num_targets, num_bytes)
