@@ -36,7 +36,7 @@ from titanlite.tools.formats.full_state import About, FullState
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/statm").exists(), reason="limits of memory need Linux"
 )
-FOLDERS = ("safetensors index", "model.json", "config.json", "params.json", "DCP index")
+FOLDERS = ("safetensors index", "model.json", "config.json", "DCP index")
 
 
 @pytest.fixture

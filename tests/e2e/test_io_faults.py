@@ -22,7 +22,6 @@ CALLS = (
     "convert titanlite",
     "convert dcp",
     "convert hf",
-    "convert llama",
     "convert torch",
     "convert safetensors",
     "convert hf --force",

@@ -402,7 +402,6 @@ SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
     "convert titanlite": lambda folder: Converting(folder, "titanlite"),
     "convert dcp": lambda folder: Converting(folder, "dcp"),
     "convert hf": lambda folder: Converting(folder, "hf"),
-    "convert llama": lambda folder: Converting(folder, "llama"),
     "convert torch": lambda folder: Converting(folder, "torch", ".pt"),
     "convert safetensors": lambda folder: Converting(folder, "safetensors", ".safetensors"),
     "convert hf --force": lambda folder: Converting(folder, "hf", force=True),

@@ -49,7 +49,7 @@ SCALED = dataclasses.replace(
     SMALL, vocab_size=103, rope_scaling=RopeScaling(8.0, original_context=64), norm_eps=1e-6
 )
 MODELS = {"debug": TIED, "grouped": GROUPED, "scaled": SCALED}
-FORMATS = ["titanlite", "dcp", "safetensors", "torch", "llama", "hf"]
+FORMATS = ["titanlite", "dcp", "safetensors", "torch", "hf"]
 
 
 def quiet(text: str) -> None:
@@ -196,7 +196,7 @@ def test_rows_of_heads_turn_and_turn_back():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["hf", "llama", "torch"])
+@pytest.mark.parametrize("to", ["hf", "torch"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_dtypes(steps, tmp_path, to, dtype):
     found = convert(
@@ -235,8 +235,8 @@ def test_a_wrong_result_is_found_and_kept(steps, tmp_path, monkeypatch, spoil):
 
     monkeypatch.setattr(Export, "__init__", spoiled)
     with pytest.raises(Mismatch, match="differs in rows"):
-        convert(steps["grouped"], tmp_path / "there", Options("llama"), log=quiet)
-    assert (tmp_path / "there/consolidated.00.pth").exists()
+        convert(steps["grouped"], tmp_path / "there.pt", log=quiet)
+    assert (tmp_path / "there.pt").exists()
 
 
 @pytest.mark.parametrize("mistake", ["no turn", "other theta"])
@@ -267,7 +267,7 @@ def test_a_wrong_meaning_is_found_by_its_answers(steps, tmp_path, monkeypatch, m
 def test_force_replaces(steps, tmp_path):
     target = tmp_path / "there"
     convert(steps["grouped"], target, Options("hf"), log=quiet)
-    convert(steps["scaled"], target, Options("llama", force=True), log=quiet)
+    convert(steps["scaled"], target, Options("safetensors", force=True), log=quiet)
     assert load_full_state(target).model == SCALED
     assert sorted(os.listdir(tmp_path)) == ["there"]
     assert not (target / "config.json").exists()
@@ -276,10 +276,10 @@ def test_force_replaces(steps, tmp_path):
             convert(steps["debug"], target, Options(to, force=True), log=quiet)
     (target / "mine").write_text("mine")
     with pytest.raises(ConfigError, match="there: holds mine; --force replaces only"):
-        convert(steps["scaled"], target, Options("llama", force=True), log=quiet)
+        convert(steps["scaled"], target, Options("safetensors", force=True), log=quiet)
     (tmp_path / "link").symlink_to(target)
     with pytest.raises(ConfigError, match="link: is a link or a device"):
-        convert(steps["scaled"], tmp_path / "link", Options("llama", force=True), log=quiet)
+        convert(steps["scaled"], tmp_path / "link", Options("safetensors", force=True), log=quiet)
     assert (target / "mine").read_text() == "mine"
 
 
@@ -579,12 +579,10 @@ DAMAGED = {  # of a source in that format, what has happened to it
         ),
     ),
     "hf: other sizes": ("hf", edited("config.json", lambda fields: fields.update(hidden_size=48))),
-    "llama: cut": ("llama", truncated("consolidated.00.pth")),
-    "llama: no params": ("llama", rewritten("params.json", b'{"dim": 32}')),
-    "llama: code": ("llama", rewritten("consolidated.00.pth", b"")),
-    "llama: other layers": (
-        "llama",
-        edited("params.json", lambda fields: fields.update(n_layers=2)),
+    "torch: cut": ("torch", truncated("")),
+    "torch: code": (
+        "torch",
+        lambda file: torch.save({"a": torch.ones(3), "b": Evil()}, file),
     ),
 }
 
@@ -599,8 +597,6 @@ def test_a_damaged_source_is_one_error(steps, tmp_path, monkeypatch, capsys, to,
     monkeypatch.chdir(tmp_path)
     convert(steps["scaled"], tmp_path / "source", Options(to), log=quiet)
     damage(tmp_path / "source")
-    if to == "llama" and not (tmp_path / "source/consolidated.00.pth").read_bytes():
-        torch.save({"a": torch.ones(3), "b": Evil()}, tmp_path / "source/consolidated.00.pth")
     (tmp_path / "target").mkdir()
     (tmp_path / "target/model.json").write_text("mine")
     assert main(["convert", "source", "target", "--to", "safetensors", "--force"]) in (1, 2)

@@ -397,5 +397,4 @@ FUZZED = {
     ORIGIN: of_format("text", "safetensors", ORIGIN),
     "config.json": of_format("text", "hf", "config.json"),
     "tokenizer.json": of_format("text", "hf", "tokenizer.json"),
-    "params.json": of_format("text", "llama", "params.json"),
 }

@@ -137,14 +137,6 @@ def test_a_folder_with_vocab_and_merges_alone(run_of, tmp_path, capsys):
     assert adopt_checkpoint(config).data.tokenizer == str(tmp_path / "hf")
 
 
-def test_metas_folder_keeps_the_file_that_metas_code_does_not_read(run_of, tmp_path, caplog):
-    tokenizer, run, _ = run_of("qwen")
-    with caplog.at_level(logging.WARNING):
-        convert(run, tmp_path / "meta", Options("llama"), log=quiet)
-    assert "tokenizer.json, which Meta's code does not read" in caplog.text
-    assert load_full_state(tmp_path / "meta").about.tokenizer == Tokenizer(tokenizer).content
-
-
 @pytest.mark.parametrize(("style", "name"), [("gpt2", "gpt-2"), ("qwen", "qwen2")])
 def test_exports_to_gguf(run_of, style, name, tmp_path):
     gguf = pytest.importorskip("gguf")

@@ -6,10 +6,8 @@ import functools
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from fuzz_samples import LLAMA, Reader, header_of, torch_file
-from messages import refused
 from safetensors.torch import save_file
 
 from titanlite.tools.formats.detect_format import open_full_state
@@ -79,11 +77,3 @@ FUZZED = {
         "text", functools.partial(prepare, WEIGHTS), functools.partial(read, WEIGHTS)
     ),
 }
-
-
-@pytest.mark.parametrize("name", ["adapter_model.pt", "adapter_0.pt"])
-def test_torchtune_s_adapters_are_named(tmp_path, name):
-    prepare(CONFIG, tmp_path)
-    (tmp_path / "x" / WEIGHTS).rename(tmp_path / "x" / name)
-    with refused("torchtune's", "FullModelHFCheckpointer", WEIGHTS):
-        open_full_state(tmp_path / "x.pt", Selection(adapter=tmp_path / "x"))

@@ -24,7 +24,6 @@ from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig, RopeScaling, parameter_shapes
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.cli.main import main
-from titanlite.tools.formats import meta
 from titanlite.tools.formats.convert import Mismatch, Options, convert
 from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.load_weights import load_model, read_weights
@@ -55,7 +54,6 @@ STATED: dict[str, tuple[str, dict[str, Any]]] = {
     "step": ("titanlite", {}),
     "full step": ("titanlite", {"full": True}),
     "hf": ("hf", {}),
-    "llama": ("llama", {}),
     "dcp": ("dcp", {}),
     "full dcp": ("dcp", {"full": True}),
     "safetensors": ("safetensors", {}),
@@ -294,7 +292,7 @@ def test_tables_of_rope_are_no_parameters(pool, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["convert", "generate", "evaluate"])
-@pytest.mark.parametrize("source", ["hf", "step", "a.pt", "llama"])
+@pytest.mark.parametrize("source", ["hf", "step", "a.pt"])
 def test_a_model_that_is_given_must_be_the_file_s(files, tmp_path, capsys, command, source):
     shape = tmp_path / "model.json"
     shape.write_text(dataclasses.replace(FILE, rope_theta=5e5, num_layers=2).to_json())
@@ -324,24 +322,17 @@ def test_nothing_of_a_file_is_left_out_when_one_process_loads_it(files, tmp_path
         )
 
 
-@pytest.mark.parametrize("to", ["llama", "torch"])
-def test_a_converted_description_that_differs_is_found(files, tmp_path, monkeypatch, to):
+def test_a_converted_description_that_differs_is_found(files, tmp_path, monkeypatch):
     """Equal bits and logits would not show it: both are of the source's description."""
     original = LlamaConfig.to_json
     monkeypatch.setattr(
         LlamaConfig, "to_json", lambda self: original(dataclasses.replace(self, norm_eps=1e-4))
     )
-    params = meta.to_params
-    monkeypatch.setattr(meta, "to_params", lambda config: params(config) | {"norm_eps": 1e-4})
     with refused("norm_eps is 0.0001; expected 0.003", error=Mismatch):
-        convert(files / "hf", tmp_path / "there", Options(to), log=quiet)
+        convert(files / "hf", tmp_path / "there", Options("torch"), log=quiet)
 
 
 FOREIGN: dict[str, tuple[list[str], str]] = {
-    "torchtune's Qwen": (
-        ["layers.0.sa_norm.scale", "layers.0.attn.q_proj.weight", "layers.0.attn.q_proj.bias"],
-        "has torchtune's names of a Qwen model ('layers.0.attn.q_proj.bias'), whose rows",
-    ),
     "nanoGPT": (
         ["transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight", "lm_head.weight"],
         "has GPT-2's names",
@@ -457,34 +448,6 @@ def test_the_description_of_another_trainer_is_not_called_damage(tmp_path):
     torch.save({"model": {"a": torch.ones(1)}, "model_config": {"n_layer": 12}}, tmp_path / "x.pt")
     with refused("x.pt", "'model_config'", "not titanlite's description of a model"):
         open_full_state(tmp_path / "x.pt")
-
-
-def test_torchtune_s_names(files, tmp_path):
-    """Those of its conversion of a Llama of Meta's, in its 0.6: the same rows."""
-    shape = tmp_path / "model.json"
-    shape.write_text(FILE.to_json())
-    ours = open_full_state(files / "raw.pt", Selection(model=str(shape)))
-    theirs = {
-        "attention.wq": "attn.q_proj",
-        "attention.wk": "attn.k_proj",
-        "attention.wv": "attn.v_proj",
-        "attention.wo": "attn.output_proj",
-        "feed_forward": "mlp",
-        "attention_norm.weight": "sa_norm.scale",
-        "ffn_norm.weight": "mlp_norm.scale",
-    }
-    renamed = {}
-    for name in ours:
-        tensor = ours[name]
-        name = name.replace("norm.weight", "norm.scale") if name == "norm.weight" else name
-        for own, other in theirs.items():
-            name = name.replace(own, other)
-        renamed[name] = tensor
-    assert "layers.0.mlp.w1.weight" in renamed
-    torch.save(renamed, tmp_path / "hf_model_0001_0.pt")
-    read = open_full_state(tmp_path / "hf_model_0001_0.pt", Selection(model=str(shape)))
-    assert read.tensors.keys() == ours.tensors.keys()
-    assert all(torch.equal(read[name], ours[name]) for name in ours)
 
 
 def header_alone(folder: Path) -> list[bytes]:

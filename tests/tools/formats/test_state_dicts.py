@@ -161,11 +161,15 @@ FOREIGN = {
         ],
     ),
     "older litgpt's": ("transformer.h.0.attn.attn.weight", ["litgpt convert_from_litgpt"]),
-    "torchtune's adapters'": (
-        "layers.0.attn.q_proj.lora_a.weight",
-        ["has torchtune's adapters' names", "titanlite convert MODEL TARGET --adapter {folder}"],
+    "torchtune's": (
+        "layers.0.sa_norm.scale",
+        ["has torchtune's names", "FullModelHFCheckpointer writes a folder of Hugging Face"],
     ),
-    "torchtune's adapters' of an MLP": ("layers.0.mlp.w1.lora_a.weight", ["torchtune's adapters'"]),
+    "torchtune's adapters": (
+        "layers.0.attn.q_proj.lora_a.weight",
+        ["has torchtune's names", "titanlite convert MODEL TARGET --adapter {folder}"],
+    ),
+    "torchtune's adapters of an MLP": ("layers.0.mlp.w1.lora_a.weight", ["torchtune's"]),
     "PEFT's": (
         "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
         ["has PEFT's names", "--adapter {folder}"],
@@ -180,6 +184,13 @@ def test_names_of_other_software_are_refused_with_the_next_command(tmp_path, nam
     with refused("lit_model.pth", name, *(part.format(folder=tmp_path) for part in parts)):
         load_full_state(tmp_path / "lit_model.pth")
     with refused(f"give the file, as {tmp_path / 'lit_model.pth'}"):
+        load_full_state(tmp_path)
+
+
+def test_a_folder_of_meta_names_what_to_give(tmp_path):
+    (tmp_path / "params.json").write_text("{}")
+    torch.save({"norm.weight": torch.ones(4)}, tmp_path / "consolidated.00.pth")
+    with refused("a model folder of Meta", "Hugging Face, with config.json and safetensors files"):
         load_full_state(tmp_path)
 
 

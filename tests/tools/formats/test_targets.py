@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ def test_only_gguf_has_q8_0(tmp_path, form):
         convert(tmp_path / "a.pt", tmp_path / "x", options, log=quiet)
 
 
-@pytest.mark.parametrize("form", ["llama", "hf", "gguf"])
+@pytest.mark.parametrize("form", ["hf", "gguf"])
 def test_formats_of_a_model_alone_refuse_training_state(tmp_path, form):
     make_file(tmp_path / "a.pt", SMALL)
     with refused(f"--full: {form} holds a model only", "titanlite, dcp, safetensors, torch"):
@@ -75,20 +74,6 @@ def test_a_model_without_a_shape_fits_formats_of_named_tensors_only(tmp_path, fo
 
 
 MODELS_WITHOUT_A_PLACE = {
-    "llama, biases": ("llama", {"qkv_bias": True}, "biases of q, k and v"),
-    "llama, norms": ("llama", {"qk_norm": True}, "norms of q and k"),
-    "llama, heads": ("llama", {"explicit_head_dim": 16}, "heads of width 16"),
-    "llama, window": ("llama", {"sliding_window": 8}, "a sliding window of 8"),
-    "llama, RoPE": (
-        "llama",
-        {"rope_scaling": RopeScaling(4.0, kind="linear")},
-        "RoPE scaling linear",
-    ),
-    "llama, experts": (
-        "llama",
-        {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 24},
-        "4 experts",
-    ),
     "gguf, experts": (
         "gguf",
         {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 24},
@@ -120,11 +105,3 @@ def test_peft_takes_adapters_from_a_run_only(tmp_path):
     with refused("--adapter has no effect with --to peft"):
         options = Options("peft", adapter=Path("x"))
         convert(tmp_path / "a.pt", tmp_path / "x", options, log=quiet)
-
-
-def test_meta_s_folder_has_both_embeddings_of_a_tied_model(tmp_path):
-    make_file(tmp_path / "a.pt", dataclasses.replace(SMALL, tied_embeddings=True))
-    convert(tmp_path / "a.pt", tmp_path / "x", Options("llama"), log=quiet)
-    saved = torch.load(tmp_path / "x/consolidated.00.pth", weights_only=True)
-    assert torch.equal(saved["output.weight"], saved["tok_embeddings.weight"])
-    assert json.loads((tmp_path / "x/params.json").read_text())["n_layers"] == SMALL.num_layers

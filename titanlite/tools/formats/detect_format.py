@@ -22,7 +22,6 @@ from titanlite.tools.formats import (
     adapters,
     gguf_reader,
     huggingface,
-    meta,
     peft,
     state_dicts,
     stock,
@@ -40,8 +39,7 @@ WEIGHTS = ("model", "ema")
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 READABLE = (
     "a run's or a step's folder, a stock DCP folder (.metadata), a Hugging Face folder "
-    "(config.json), a folder with "
-    "consolidated.00.pth and params.json, a .safetensors file or folder (also of shards that DCP's "
+    "(config.json), a .safetensors file or folder (also of shards that DCP's "
     "HuggingFaceStorageWriter wrote), a GGUF file, or a file of torch.save"
 )
 
@@ -93,7 +91,7 @@ def open_adapter(
             return state
     if path.is_file() and (path.parent / peft.CONFIG).is_file():
         raise ConfigError(f"{path}: is a file of adapters; give its folder: {path.parent}")
-    problem = f"holds no adapters{peft.torchtune_advice(path)}"
+    problem = "holds no adapters"
     if not path.exists():
         problem = f"no such folder{hub_advice(str(path))}"
     raise ConfigError(
@@ -200,8 +198,6 @@ def _open(path: Path, step: int | None) -> FullState:
         return open_step(path, step)
     if stock.is_stock_dcp(path):
         return state_dicts.open_folder(path, "dcp", stock.read_folder(path))
-    if meta.is_meta(path):
-        return meta.open_folder(path)
     shards = shards_of(path)
     weights = shards or (path / INDEX).is_file() or (path / WHOLE).is_file()
     if weights and (path / "config.json").is_file():
@@ -214,7 +210,7 @@ def _open(path: Path, step: int | None) -> FullState:
             f"{path}: has its weights in the folder sharded only, from which they were not "
             f"consolidated; give {path / 'sharded'}"
         )
-    if any(path.glob("pytorch_model*.bin*")):  # the weights, or torchtune's index of them
+    if any(path.glob("pytorch_model*.bin*")):
         raise ConfigError(
             f"{path}: has its weights in .bin files; have transformers write them as "
             "safetensors: "
@@ -228,13 +224,18 @@ def _open(path: Path, step: int | None) -> FullState:
     gguf_files = sorted(path.glob("*.gguf"))
     if gguf_files:
         raise ConfigError(f"{path}: has GGUF files; give the file, as {gguf_files[0]}")
+    if any(path.glob("consolidated.*.pth")):
+        raise ConfigError(
+            f"{path}: a model folder of Meta; the same weights are published as a folder of "
+            "Hugging Face, with config.json and safetensors files: give that one"
+        )
     torch_files = [file for file in sorted(path.iterdir()) if file.suffix in TORCH_SUFFIXES]
     if torch_files:
         raise ConfigError(
             f"{path}: not a folder that is read, and has files of torch.save; give the file, as "
             f"{torch_files[0]}"
         )
-    if any((path / name).exists() for name in ("config.json", "params.json", "model.json")):
+    if any((path / name).exists() for name in ("config.json", "model.json")):
         raise CorruptCheckpoint(
             f"{path}: describes a model, but has no weights ({WHOLE}, {INDEX} or shards) beside it"
         )

@@ -32,8 +32,8 @@ AT_FDCWD = -100
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
 REPLACEABLE = re.compile(  # names of files that a conversion, or a run's checkpoint, consists of
-    r"(model|training)-?.*\.safetensors|model\.safetensors\.index\.json|.*\.distcp|\.metadata|consolidated\.\d+\.pth"
-    r"|(manifest|config|generation_config|huggingface|params|model|data|excluded|titanlite|tokenizer|tokenizer_config)\.json"
+    r"(model|training)-?.*\.safetensors|model\.safetensors\.index\.json|.*\.distcp|\.metadata"
+    r"|(manifest|config|generation_config|huggingface|model|data|excluded|titanlite|tokenizer|tokenizer_config)\.json"
     r"|special_tokens_map\.json|config\.toml|tokenizer\.model|chat_template\.jinja"
     r"|adapter_model\.safetensors|adapter_config\.json"
 )

@@ -98,16 +98,6 @@ def targets_of(fields: dict[str, Any], model: LlamaConfig) -> list[str]:
     ]
 
 
-def torchtune_advice(folder: Path) -> str:
-    """Says that a folder's adapters are torchtune's, and what to do; empty if they are not."""
-    if not any(folder.glob("adapter_*.pt")):
-        return ""
-    return (
-        "; these adapters are torchtune's, whose FullModelHFCheckpointer writes them for PEFT too, "
-        f"as {CONFIG} and {WEIGHTS}"
-    )
-
-
 def read_folder(folder: Path, model: LlamaConfig) -> FullState:
     """The adapters in PEFT's folder, for a model. Raises ConfigError or CorruptCheckpoint."""
     path = folder / CONFIG
@@ -138,7 +128,6 @@ def read_folder(folder: Path, model: LlamaConfig) -> FullState:
         if pickled.is_file():
             problem += f"; this makes it of {pickled.name}: "
             problem += command_from_pickle(pickled, folder / WEIGHTS)
-        problem += torchtune_advice(folder)
         problems.append(problem)
     if problems:
         raise ConfigError(problems)

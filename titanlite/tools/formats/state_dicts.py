@@ -27,19 +27,19 @@ from titanlite.tools.formats.same_model import without_tables
 from titanlite.tools.formats.shape_file import sequence_length
 from titanlite.tools.formats.step_folder import model_of
 from titanlite.tools.formats.torch_file import Tree, read_tree
-from titanlite.tools.formats.torchtune_names import from_torchtune, is_torchtune
 
 TORCH_KEYS = ("model", "state_dict", "model_state_dict")  # of a state dict within a dict
 ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.")  # of the model's parameter names
 OTHERS = {  # whose names -> parts of them that no name of ours has; the first that fits is named
-    "torchtune's adapters'": (
-        ".attn.q_proj.lora_a.",
-        ".attn.k_proj.lora_a.",
-        ".attn.v_proj.lora_a.",
-        ".attn.output_proj.lora_a.",
-        ".mlp.w1.lora_a.",
-        ".mlp.w2.lora_a.",
-        ".mlp.w3.lora_a.",
+    "torchtune's": (
+        ".sa_norm.",
+        ".attn.q_proj.",
+        ".attn.k_proj.",
+        ".attn.v_proj.",
+        ".attn.output_proj.",
+        ".mlp.w1.",
+        ".mlp.w2.",
+        ".mlp.w3.",
     ),
     "PEFT's": ("base_model.model.",),
     "litgpt's": (".attn.qkv.", ".attn.attn.", ".norm_1.", ".mlp.fc_1."),
@@ -49,10 +49,9 @@ OTHERS = {  # whose names -> parts of them that no name of ours has; the first t
     "Hugging Face's": ("embed_tokens.", ".self_attn.", ".mlp.", "lm_head."),
 }
 ADVICE = {
-    "torchtune's adapters'": (
-        "torchtune's FullModelHFCheckpointer writes them for PEFT too, as adapter_config.json and "
-        "adapter_model.safetensors: titanlite convert MODEL TARGET --adapter {folder}; the model "
-        "that it saves beside them has them added already"
+    "torchtune's": (
+        "torchtune's FullModelHFCheckpointer writes a folder of Hugging Face, and adapters for "
+        "PEFT, which titanlite convert MODEL TARGET --adapter {folder} adds to a model"
     ),
     "PEFT's": "titanlite convert MODEL TARGET --adapter {folder} adds these adapters to a model",
     "litgpt's": (
@@ -173,8 +172,6 @@ def by_our_names(path: Path, stored: dict[str, FullTensor], about: About) -> Ful
             f"{path}: has the same parameters twice, with and without the prefix of a wrapper"
         )
     plain = without_tables(plain)
-    if is_torchtune(plain):
-        plain = from_torchtune(path, plain)
     if torchtitan_names.is_newer(plain):
         plain = torchtitan_names.from_newer(path, plain)
     elif about.model is None:
@@ -211,7 +208,7 @@ def _require_ours(path: Path, form: str, plain: dict[str, FullTensor]) -> None:
         if not foreign:
             continue
         advice = ADVICE.get(
-            software, "titanlite reads Llama models, with its own, Meta's or Hugging Face's names"
+            software, "titanlite reads Llama models, with its own or Hugging Face's names"
         )
         folder = path.parent if path.is_file() else path
         advice = advice.format(folder=folder)

@@ -35,9 +35,7 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.kept_files import KEPT_FILE
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tokenizer.tokenizer_json import (
-    JSON_FILES,
     QWEN_PATTERN,
-    RANK_FILE,
     TEMPLATE_FILE,
 )
 from titanlite.tools.formats import (
@@ -46,7 +44,6 @@ from titanlite.tools.formats import (
     huggingface,
     huggingface_config,
     huggingface_kept,
-    meta,
     peft,
     torchtitan_names,
 )
@@ -255,52 +252,6 @@ class Torch(Target):
             _torch_save(path, tree)
 
 
-class Llama(Target):
-    """Meta's folder, with one consolidated file."""
-
-    name = "llama"
-    needs_scratch = True
-
-    def check(self, export: Export) -> None:
-        state = export.state
-        model = state.model
-        others = {
-            f"{model.num_experts} experts": model.num_experts != 0,
-            "biases of q, k and v": model.qkv_bias,
-            "norms of q and k": model.qk_norm,
-            f"heads of width {model.head_dim}": model.explicit_head_dim != 0,
-            f"a sliding window of {model.sliding_window}": model.sliding_window != 0,
-        }
-        if model.rope_scaling:
-            kind = model.rope_scaling.kind
-            others[f"RoPE scaling {kind}"] = kind != "llama3"
-        for difference, is_there in others.items():
-            if is_there:
-                raise ConfigError(
-                    f"--to llama: the model has {difference}, which Meta's Llama has not; "
-                    f"{gguf_file.ALL_MODELS}"
-                )
-        _require_parameters(state)
-        if state.about.tokenizer and RANK_FILE not in files_of(state.about.tokenizer):
-            logger.warning(
-                "%s: its tokenizer is a %s, which Meta's code does not read",
-                state.path,
-                JSON_FILES[0],
-            )
-
-    def write(self, path: Path, export: Export) -> None:
-        path.mkdir()
-        state = export.state
-        outgoing = dict(export.model)
-        if state.model.tied_embeddings:
-            # Meta's model always has both
-            outgoing["output.weight"] = outgoing["tok_embeddings.weight"]
-        with mapped(path / "scratch", outgoing) as tensors:
-            _torch_save(path / "consolidated.00.pth", tensors)
-        files = {"params.json": _json(meta.to_params(state.model))}
-        write_small_files(path, files | _tokenizer_files(state) | _companions(state))
-
-
 class HuggingFace(Target):
     """A folder for `from_pretrained` of transformers' AutoModelForCausalLM and AutoTokenizer."""
 
@@ -427,7 +378,7 @@ class Peft(Target):
         return open_adapter(path, model)
 
 
-ALL = (Titanlite(), Dcp(), Safetensors(), Torch(), Llama(), HuggingFace(), Gguf(), Peft())
+ALL = (Titanlite(), Dcp(), Safetensors(), Torch(), HuggingFace(), Gguf(), Peft())
 TARGETS: dict[str, Target] = {target.name: target for target in ALL}
 
 
