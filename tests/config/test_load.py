@@ -286,8 +286,8 @@ def test_harmful_files_are_one_printable_line(tmp_path, text):
     [
         ("checkpoint.trust_pickle", "false", "true", "pickles"),
         ("dpo.beta", "0.0", "0.1", "TRL"),
-        ("validation.questions", '""', '"q.jsonl"', "titanlite evaluate"),
-        ("validation.answer_tokens", "32", "8", "titanlite evaluate"),
+        ("validation.questions", '""', '"q.jsonl"', "lm-eval"),
+        ("validation.answer_tokens", "32", "8", "lm-eval"),
     ],
 )
 def test_a_key_that_was_removed_is_accepted_where_it_did_nothing(key, off, used, reason, tmp_path):

@@ -43,8 +43,6 @@ PACKAGES = {
         "ray",
     ),
     *(
-        "lm_eval",
-        "evaluate",
         "pynvml",
         "triton",
         "yaml",

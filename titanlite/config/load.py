@@ -37,7 +37,7 @@ from titanlite.runtime.files import read_bounded
 # Removed keys: the reason, and the values with which they had no effect. With these values they are
 # accepted, so that the config.toml of older runs can be read; without any, they are always refused
 PREFERENCES = "preferences are trained with TRL, which loads what `titanlite convert` writes"
-SCORES = "`titanlite evaluate` scores answers after the run"
+SCORES = "lm-eval scores answers, with what `titanlite convert` writes"
 SAMPLE = "use validation.prompts and validation.prompt_tokens, which also count at the run's end"
 REMOVED: dict[str, tuple[str, tuple[object, ...]]] = {
     "checkpoint.trust_pickle": ("pickles in checkpoints run no code", (False, "false")),

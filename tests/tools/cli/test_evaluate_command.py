@@ -46,10 +46,12 @@ def test_another_format_is_not_recorded(whole_run, text_file, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == sorted({*before, "evaluations.jsonl"})
 
 
-def test_wrong_input(whole_run, text_file, tmp_path, monkeypatch):
+def test_wrong_input(whole_run, text_file, tmp_path):
     folder = str(whole_run())
-    with refused("nothing to evaluate", "--tasks", "--perplexity"):
+    with refused("required", "--perplexity"):
         run([folder])
+    with refused("--tasks", "titanlite convert", "--to hf", "lm_eval --model hf"):
+        run([folder, "--tasks=arc_easy"])
     with refused("--perplexitty", "--perplexity"):
         run([folder, "--perplexitty", "x"])
     with refused("--perplexity = '", "absent", "no such file or folder"):
@@ -60,6 +62,3 @@ def test_wrong_input(whole_run, text_file, tmp_path, monkeypatch):
         run([folder, "--perplexity", str(text_file), "--step=5"])
     with refused("several sets", "numbers"):
         run([folder, "--perplexity", str(text_file), str(text_file)])
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with refused("lm-eval is not installed", "pip install lm-eval"):
-        run([folder, "--tasks", "x"])

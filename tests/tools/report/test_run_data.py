@@ -180,8 +180,8 @@ HAPPENED = [
 ]
 DRAWN = [{"step": i, "prompt": "def", "text": f" f({i})"} for i in range(3)]
 EVALUATED = [
-    {"step": 2, "weights": "ema", "evaluate/a/acc": 0.5, "evaluate/a/acc_stderr": 0.1},
-    {"step": 4, "weights": "", "evaluate/a/acc": 0.5, "evaluate/a/acc_stderr": 0.1},
+    {"step": 2, "weights": "ema", "evaluate/a/loss": 0.5, "evaluate/a/tokens": 8},
+    {"step": 4, "weights": "", "evaluate/a/loss": 0.5, "evaluate/a/tokens": 8},
 ]
 FUZZED = {
     "report, metrics": file_of_a_run("metrics.jsonl", json_lines(SHORT), json_lines(LOGGED)),

@@ -1,12 +1,10 @@
-"""`titanlite evaluate`: evaluates a checkpoint on prepared text and on tasks of lm-eval."""
+"""`titanlite evaluate`: computes the loss of a checkpoint on text."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,17 +28,17 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 The results of a checkpoint in a run's folder are added to evaluations.jsonl there and appear in
-its report. Nothing is downloaded without --online. docs/evaluate.md describes tasks with local
-data."""
+its report. Tasks, such as ARC: """
 WHOLE = "validation"  # the split of all of a file's documents
-OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE", "TRANSFORMERS_OFFLINE")
+TASKS = (
+    "titanlite convert CHECKPOINT DIR --to hf, then "
+    "lm_eval --model hf --model_args pretrained=DIR --tasks NAME"
+)
 
 
 def run(argv: list[str]) -> int:
     """Prints a table of results, and records them. Raises ConfigError."""
     options = _options(argv)
-    if not options.online:
-        os.environ |= dict.fromkeys(OFFLINE, "1")  # read when the libraries are imported
     if is_to_start(options):
         return start("evaluate", argv, options.processes)
     import torch
@@ -83,12 +81,7 @@ def _report(
     for name, values in results.items():
         for metric, value in values.items():
             columns[f"evaluate/{name}/{metric}"] = value
-    settings = {
-        "limit": options.limit,
-        "num_fewshot": options.num_fewshot,
-        "seq_len": length,
-        "dtype": options.dtype,
-    }
+    settings = {"limit": options.limit, "seq_len": length, "dtype": options.dtype}
     folder = run_folder_of(full)
     if folder and full.about.step is not None:
         path = append(folder, full.about.step, options.weights, columns, settings)
@@ -107,9 +100,9 @@ def _report(
 def _options(argv: list[str]) -> argparse.Namespace:
     parser = StrictParser(
         prog="titanlite evaluate",
-        usage="titanlite evaluate CHECKPOINT [--tasks NAME,...] [--perplexity DATA ...] [options]",
-        description="Evaluate a checkpoint on tasks of lm-eval and on prepared text.",
-        epilog=EPILOG,
+        usage="titanlite evaluate CHECKPOINT --perplexity DATA ... [options]",
+        description="Compute the loss of a checkpoint on text.",
+        epilog=EPILOG + TASKS,
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -119,18 +112,9 @@ def _options(argv: list[str]) -> argparse.Namespace:
         help="a run's folder, or any format that convert reads",
     )
     parser.add_argument(
-        "--tasks",
-        default="",
-        metavar="NAME,...",
-        help="tasks or groups of lm-eval; mmlu_* is a pattern",
-    )
-    parser.add_argument(
-        "--include", type=Path, metavar="FOLDER", help="a folder with more tasks; their code is run"
-    )
-    parser.add_argument(
         "--perplexity",
         nargs="+",
-        default=[],
+        required=True,
         metavar="DATA",
         help="prepared folders, or text as in data.path; all of a file, a split of a folder",
     )
@@ -144,35 +128,18 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--batch-size", type=at_least(int, 1, 10**6), default=8, help="texts at a time; default 8"
     )
-    parser.add_argument(
-        "--limit",
-        type=at_least(int, 1),
-        help="only the first documents of a task, windows of a text",
-    )
-    parser.add_argument(
-        "--num-fewshot",
-        type=at_least(int, 0, 1000),
-        help="examples in a prompt; default: the task's",
-    )
+    parser.add_argument("--limit", type=at_least(int, 1), help="only this many sequences of a text")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation"
-    )
-    parser.add_argument(
-        "--online", action="store_true", help="let lm-eval download the data of tasks"
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the results to this file"
     )
     add_processes_option(parser)
+    if any(word.startswith("--tasks") for word in argv):
+        raise ConfigError(f"--tasks: {TASKS}")
     options = parser.parse_args(argv)
-    options.tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
     problems = []
-    if not options.tasks and not options.perplexity:
-        problems.append("nothing to evaluate; expected --tasks, --perplexity or both")
-    if options.tasks and importlib.util.find_spec("lm_eval") is None:
-        problems.append("--tasks: lm-eval is not installed: pip install lm-eval")
-    if options.include and not options.include.is_dir():
-        problems.append(f"--include {options.include}: no such folder")
     if options.split:
         for path in filter(_is_whole, options.perplexity):
             problems.append(
@@ -246,10 +213,7 @@ def _evaluate(
     tokenizer: Tokenizer,
     texts: list[PreparedData],
 ) -> dict[str, dict[str, float]]:
-    """Set or task -> metric -> value.
-
-    Rank 0 runs the tasks and alone has their results; the other processes follow its forwards.
-    """
+    """Set -> metric -> value."""
     from titanlite.tools.evaluate.perplexity import Reading, perplexity
     from titanlite.tools.formats.shared_model import this_rank
 
@@ -272,17 +236,6 @@ def _evaluate(
         if this_rank() == 0:
             what = f"{options.limit} sequences of {what}" if options.limit else what
             _note(f"{path}: {results[part.name]['tokens']:,} tokens, {what}; {rule}")
-    if options.tasks and this_rank() == 0:
-        from titanlite.tools.evaluate.harness import Evaluated, run_tasks
-        from titanlite.tools.formats.huggingface_kept import stops_of
-
-        stops = stops_of(full, tokenizer)
-        evaluated = Evaluated(shared.model, tokenizer, options.batch_size, stops)
-        _note(f"{', '.join(options.tasks)}: {tokenizer.prompt_rule()}")
-        results |= run_tasks(
-            evaluated, options.tasks, options.include, options.num_fewshot, options.limit
-        )
-    shared.follow()
     return results
 
 
@@ -299,16 +252,11 @@ def _ids_as_given(path: str, part: PreparedData) -> str:
 
 
 def _table(results: dict[str, dict[str, float]]) -> list[str]:
-    """A line for each metric, with its standard error if it has one."""
+    """A line for each metric."""
     rows: list[tuple[str, str, str]] = []
     for name, values in results.items():
         for metric, value in values.items():
-            if metric.endswith("_stderr"):
-                continue
             shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
-            error = values.get(f"{metric}_stderr")
-            if error is not None:
-                shown += f" ± {error:.4f}"
             rows.append((name, metric, shown))
     name_width = max((len(name) for name, _, _ in rows), default=0)
     metric_width = max((len(metric) for _, metric, _ in rows), default=0)

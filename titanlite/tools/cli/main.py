@@ -92,8 +92,8 @@ COMMANDS = {
         ("checkpoint list outputs/debug", "checkpoint prune outputs/debug --keep 3 --dry-run"),
     ),
     "evaluate": Command(
-        "CHECKPOINT [--tasks A,B] [...]",
-        "tasks of lm-eval; --perplexity DATA: loss on a text",
+        "CHECKPOINT --perplexity DATA",
+        "loss, perplexity and bits per byte of a text",
         ("evaluate outputs/debug --perplexity my_texts",),
     ),
     "report": Command(

@@ -31,7 +31,7 @@ def run_folder_of(full: FullState) -> Path | None:
 def append(
     folder: Path, step: int, weights: str, results: dict[str, float], settings: dict[str, Any]
 ) -> Path:
-    """Adds a line with `results`: evaluate/<task>/<metric> -> value.
+    """Adds a line with `results`: evaluate/<set>/<metric> -> value.
 
     One write appends the whole line, so simultaneous evaluations do not mix. Raises ConfigError if
     it cannot be written.

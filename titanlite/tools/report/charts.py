@@ -21,7 +21,7 @@ BYTES = 600_000  # of all points, at about 15 bytes each
 MOST_POINTS = 1000  # of a series
 LEAST_POINTS = 60
 MOST_LINES = 8  # of a chart of layers
-MOST_EVALUATIONS = 60  # metrics of all tasks together
+MOST_EVALUATIONS = 60  # metrics of all sets together
 # Columns time/..., from the bottom of the stack up
 SPLIT = ("data", "forward", "backward", "communication", "optimizer", "other")
 
@@ -253,9 +253,9 @@ def _validation_charts(runs: list[Run]) -> list[Chart]:
 
 
 def evaluation_columns(runs: list[Run]) -> dict[str, str]:
-    """Column -> label, for the metrics of `titanlite evaluate`: evaluate/<task>/<metric>.
+    """Column -> label, for the metrics of `titanlite evaluate`: evaluate/<set>/<metric>.
 
-    Standard errors and numbers of tokens are left out.
+    Numbers of tokens are left out.
     """
     labels: dict[str, str] = {}
     for run in runs:
@@ -263,22 +263,22 @@ def evaluation_columns(runs: list[Run]) -> dict[str, str]:
             match = re.fullmatch(r"evaluate(_ema)?/(.+)/(.+)", column)
             if match is None:
                 continue
-            averaged, task, metric = match.groups()
-            if metric.endswith("_stderr") or metric == "tokens":
+            averaged, set_name, metric = match.groups()
+            if metric == "tokens":
                 continue
-            labels[column] = f"{task}, {metric}"
+            labels[column] = f"{set_name}, {metric}"
             if averaged:
                 labels[column] += " (averaged weights)"
     return dict(list(labels.items())[:MOST_EVALUATIONS])
 
 
 def _evaluation_charts(runs: list[Run]) -> list[Chart]:
-    """A chart for each metric that some run has of several steps, with a line for each task."""
+    """A chart for each metric that some run has of several steps, with a line for each set."""
     groups: dict[str, list[Line]] = {}
     for name, label in evaluation_columns(runs).items():
         if any(len(run.column(name).steps) > 1 for run in runs):
-            task, _, metric = label.partition(", ")
-            groups.setdefault(metric, []).append(Line(name, task, "points"))
+            set_name, _, metric = label.partition(", ")
+            groups.setdefault(metric, []).append(Line(name, set_name, "points"))
     return [
         Chart("Evaluation", metric, "", tuple(lines[:MOST_LINES]))
         for metric, lines in groups.items()

@@ -131,14 +131,11 @@ def _validation(run: Run) -> list[tuple[str, str]]:
 
 
 def _evaluations(run: Run) -> list[tuple[str, str]]:
-    """The newest result of each metric of `titanlite evaluate`, with standard error and step."""
+    """The newest result of each metric of `titanlite evaluate`, with its step."""
     rows = []
     for name, label in evaluation_columns([run]).items():
         column = run.columns[name]
-        errors = run.column(f"{name}_stderr").values
         result = f"{column.values[-1]:.4f}"
-        if len(errors):
-            result += f" ± {errors[-1]:.4f}"
         rows.append((f"evaluated: {label}", f"{result} at step {column.steps[-1]:,}"))
     return rows
 
