@@ -162,13 +162,6 @@ def test_imports_of_our_own_stand_at_the_top(path):
 # file -> attributes of other objects that it may set: of torch and Python, and of modules that
 # `apply_*` changes, which is what it is for
 SETS_ATTRIBUTES = {
-    # A local object of the function
-    "titanlite/checkpoint/divergence.py": {
-        "record.attempts",
-        "record.config",
-        "record.last",
-        "record.newest",
-    },
     "titanlite/checkpoint/staging.py": {"thread.buffer", "thread.stream"},
     "titanlite/checkpoint/state.py": {"parameter.grad"},
     "titanlite/config/load.py": {"layer.values[name]"},  # what `set_value` is for

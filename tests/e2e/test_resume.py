@@ -344,21 +344,16 @@ def test_weights_that_are_useless_but_trainable_do_not_cost_the_last_plausible_c
 
 
 @pytest.mark.slow
-def test_a_run_that_always_diverges_renames_few_checkpoints(pool, arguments, tmp_path):
+def test_a_run_that_always_diverges_renames_one_checkpoint(pool, arguments, tmp_path):
     """Something else is the cause then, and the others stay, although they too were proven."""
     folder = tmp_path / "debug/checkpoints"
     run = [*arguments, "--checkpoint.freq=1", "--checkpoint.keep=0", "--validation.freq=0"]
     assert pool.run(1, train_run, run) == [0]
     worse = [*run, "--training.steps=9", "--training.max_norm=0"]
-    for expected in (
-        "step-6.diverged",
-        "step-5.diverged",
-        "step-4.diverged",
-        "3 were renamed already",
-    ):
+    for expected in ("step-6.diverged", "one was renamed already", "one was renamed already"):
         with pytest.raises(AssertionError, match=rf"Diverged: .*no step since.*{expected}"):
             pool.run(1, train_on_nan, worse)
-    assert list_steps(folder) == [1, 2, 3]
+    assert list_steps(folder) == [1, 2, 3, 4, 5]
     with pytest.raises(AssertionError, match="no step since step 2"):
         pool.run(1, train_on_nan, [*worse, "--checkpoint.load_step=2"])
     assert list_steps(folder) == [1, 2]

@@ -412,23 +412,6 @@ def test_rollbacks_are_limited_and_a_checkpoint_that_is_the_cause_is_renamed(
     assert list_steps(tmp_path / "debug/checkpoints") == [2, 4]
 
 
-@pytest.mark.slow
-def test_a_command_that_always_diverges_is_refused(pool, arguments, tmp_path):
-    """A supervisor that starts it again and again trains in vain five times, then gets exit code 2
-    at once.
-    """
-    run = [*arguments, "--validation.freq=0", "--stability.threshold=1e9", "--training.steps=4"]
-    for attempt in range(1, 6):
-        (error,) = pool.run(1, always_bad, run, 2)
-        assert "step 2 (samples 8 to 15): the loss is nan" in error
-        assert ("will be refused" in error) == (attempt == 5)
-    (refused,) = pool.run(1, always_bad, run, 2)
-    assert "ConfigError" in refused
-    assert "diverged 5 times without a newer checkpoint than step 0" in refused
-    assert "stability.action = skip" in refused
-    assert pool.run(1, always_bad, [*run, "--stability.action=skip"], 2) == ["0"]
-
-
 def test_there_is_nothing_to_roll_back_to(pool, arguments):
     run = [
         *arguments,

@@ -31,7 +31,7 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import make_folder, sync_folder
 
 logger = logging.getLogger("titanlite")
-RECORD = "stability.json"  # in the run's folder: divergences and rollbacks (divergence.py)
+RECORD = "stability.json"  # in the run's folder: rollbacks (divergence.py)
 
 
 def step_folder(folder: Path, step: int) -> Path:

@@ -108,7 +108,7 @@ class Checkpointer:
         saved = broadcast_from_rank0(
             lambda: bool(list_steps(self.folder)) or any(self.folder.glob("step-*.*"))
         )
-        self._exclude_rolled_back(divergence.excluded_before(self.run_folder, self.facts.config))
+        self._exclude_rolled_back(divergence.excluded_before(self.run_folder))
         if saved or self.config.load_step:
             self._resume()
             return True
@@ -287,7 +287,7 @@ class Checkpointer:
         diverged = {"event": "diverged", "step": outcome.step}
         logger.info("%s: training has diverged", problem, extra=diverged)
         suspect = Suspect(self.newest.resumed, self.config.load_step > 0)
-        advice = divergence.end_command(self.run_folder, self.facts.config, problem, suspect)
+        advice = broadcast_from_rank0(lambda: divergence.step_back(self.run_folder, suspect))
         raise Diverged(f"{problem}: training has diverged; {advice}")
 
     def _return(self, verdict: Verdict, rollbacks: list[Range]) -> None:

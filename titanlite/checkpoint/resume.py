@@ -43,11 +43,19 @@ from titanlite.distributed.process_group import checkpoint_group
 from titanlite.model.flavors import LlamaConfig
 from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.typed_json import Count, typed
 
 logger = logging.getLogger("titanlite")
 
 # File of a checkpoint: ranges of sample numbers (first, last + 1)
 EXCLUDED = "excluded.json"
+
+
+class SampleRange(NamedTuple):
+    """An entry of excluded.json."""
+
+    first: Count
+    end: Count  # the last sample number + 1
 
 
 class Resumed(NamedTuple):
@@ -124,18 +132,16 @@ def read_excluded(folder: Path, manifest: Manifest) -> list[Range]:
     if EXCLUDED not in manifest.files:
         return []
     try:
-        ranges = []
-        for first, end in parse_json(read_file(folder, manifest, EXCLUDED)):
-            if not (type(first) is type(end) is int and 0 <= first < end < 1 << 62):
-                raise ValueError("not a range")
-            ranges.append((first, end))
-        return ranges
+        ranges = typed(list[SampleRange], parse_json(read_file(folder, manifest, EXCLUDED)))
+        if all(first < end for first, end in ranges):
+            return [(first, end) for first, end in ranges]
     except ConfigError:
         raise
-    except (ValueError, TypeError):
-        raise CorruptCheckpoint(
-            f"{folder / EXCLUDED}: expected pairs of sample numbers; the checkpoint is damaged"
-        ) from None
+    except ValueError:
+        pass
+    raise CorruptCheckpoint(
+        f"{folder / EXCLUDED}: expected pairs of sample numbers; the checkpoint is damaged"
+    )
 
 
 def newest_usable(
