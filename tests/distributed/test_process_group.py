@@ -17,8 +17,8 @@ from messages import refused
 
 from titanlite.config.schema import CommConfig, DebugConfig, RunConfig
 from titanlite.distributed import process_group, rendezvous
-from titanlite.distributed.network import interface_towards
 from titanlite.distributed.process_group import start, use_loopback
+from titanlite.distributed.rendezvous import interface_towards
 from titanlite.runtime import device as runtime_device
 from titanlite.runtime.errors import LISTENER, JoinError
 

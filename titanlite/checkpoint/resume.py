@@ -33,9 +33,8 @@ from titanlite.checkpoint.shard_file import ShardFile
 from titanlite.checkpoint.state import OptionalStateful, State, state_of
 from titanlite.checkpoint.step_files import read_file, verify_together
 from titanlite.checkpoint.storage import StepReader, loading
-from titanlite.config.acceptable import ACCEPTABLE
 from titanlite.config.batch_sizes import first_sample, samples_after
-from titanlite.config.keys import schema_keys
+from titanlite.config.keys import ACCEPTABLE, schema_keys
 from titanlite.config.schema import CheckpointConfig, PhaseConfig, TrainingConfig
 from titanlite.data.excluded import Range
 from titanlite.distributed.agreement import broadcast_from_rank0

@@ -1,17 +1,20 @@
 """The schema's declaration of each key as an object: type, default, help, bounds and choices.
 
-Imports no torch.
+It also has the settings that a checkpoint and the resumed run must share, unless
+`checkpoint.accept` names them. Imports no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from titanlite.config.schema import Resume, sections
+from titanlite.config.mistakes import suggestion
+from titanlite.config.schema import CheckpointConfig, Resume, sections
 
 
 @dataclass(frozen=True)
@@ -76,3 +79,18 @@ def setting(config: Any, name: str) -> Any:
     """Returns the value of a key such as `training.steps` in a config."""
     section, _, entry = name.partition(".")
     return getattr(getattr(config, section), entry)
+
+
+# `data` stands for the sources: their names, weights, texts and validation texts
+ACCEPTABLE = ("data", *(name for name, key in schema_keys().items() if key.resume == "same"))
+
+
+def accept_problems(section: CheckpointConfig) -> Iterator[str]:
+    """Yields a message for each name in `checkpoint.accept` that is not allowed there."""
+    for accepted in section.accepted:
+        if accepted in ACCEPTABLE:
+            continue
+        hint = suggestion(accepted, list(ACCEPTABLE))
+        if accepted.startswith("data.source"):  # an error's name for a source
+            hint = "; did you mean data?"
+        yield f"checkpoint.accept: {accepted}: expected some of {', '.join(ACCEPTABLE)}{hint}"

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.acceptable import accept_problems
 from titanlite.config.batch_sizes import size_problems
 from titanlite.config.budget import epoch_problems, in_steps
-from titanlite.config.keys import all_keys, schema_keys
+from titanlite.config.keys import accept_problems, all_keys, schema_keys
 from titanlite.config.lists import data_problems, read_list, resolve_sources
 from titanlite.config.mistakes import (
     suggestion,

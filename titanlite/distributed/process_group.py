@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import CommConfig, DebugConfig, RunConfig
-from titanlite.distributed.network import interface_towards
-from titanlite.distributed.rendezvous import meet
+from titanlite.distributed.rendezvous import interface_towards, meet
 from titanlite.distributed.torch_private import set_group_timeout
 from titanlite.runtime.device import choose_attention, open_device, use_deterministic_operators
 from titanlite.runtime.errors import EXIT_STOPPED, LAUNCHED
