@@ -23,14 +23,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fuzz_samples import Reader, build_data, json_lines, read_data
-from messages import assert_mentions, refused
+from messages import refused
 from preparing import TOKENIZER, content, documents_of, prepared, text_of, write_megatron
 
 from titanlite.data.prepared_manifest import read_manifest
 from titanlite.data.shards import Tokens
 from titanlite.tools.prepare import build as build_module
 from titanlite.tools.prepare import job, workers
-from titanlite.tools.prepare.build import MANIFEST, hold, working_folder
+from titanlite.tools.prepare.build import MANIFEST, hold, unfinished
 from titanlite.tools.prepare.duplicates import KEPT
 from titanlite.tools.prepare.sources import Source
 
@@ -218,44 +218,37 @@ def test_a_finished_part_is_not_made_again(tmp_path, source, monkeypatch, option
     assert content(tmp_path / "out") == whole
 
 
-def test_another_job_in_the_same_folder_is_refused(tmp_path, source, monkeypatch):
+def test_each_job_has_its_own_parts(tmp_path, source, monkeypatch):
+    """Another option, or a file that has changed, begins anew; a job that ends removes the others."""
     begun = (source, tmp_path / "out", "--workers", "1")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(build_module, "finish", interrupt)
-        run(*begun)
-    work = working_folder(tmp_path / "out")
-    with refused("--drop-duplicates: False, now True", f"start afresh after: rm -r {work}"):
+        for options in ([], ["--drop-duplicates"]):
+            with pytest.raises(KeyboardInterrupt):
+                run(*begun, *options)
+    assert len(unfinished(tmp_path / "out")) == 2
+    text = (source / "3.txt").read_text()
+    (source / "3.txt").write_text(text[::-1])
+    whole = content(prepared(tmp_path / "whole", source))
+    assert len(unfinished(tmp_path / "out")) == 2  # those of another folder
+    run(*begun)
+    assert content(tmp_path / "out") == whole
+    assert not unfinished(tmp_path / "out")
+    prepared(tmp_path / "out", source)
+    with refused(str(tmp_path / "out"), "other files or options"):
         run(*begun, "--drop-duplicates")
-    (source / "3.txt").write_text("other")
-    with refused(f"files: {source / '3.txt'} has changed", f"rm -r {work}"):
-        run(*begun)
-    assert (work / "part-00000.json").exists()
-    prepared(tmp_path / "done", source)
-    prepared(tmp_path / "done", source)
-    with refused(str(tmp_path / "done"), "--drop-duplicates: False, now True"):
-        run(source, tmp_path / "done", "--drop-duplicates")
 
 
-def test_a_corrected_command_may_follow_one_that_was_refused(tmp_path, capsys):
-    """A line says that it begins anew. And the same command with another limit uses the parts that are there."""
-    rows = [json.dumps({"text": text}) for text in sentences(29, 3)]
-    rows[:0] = [json.dumps({"text": "both", "content": "both"})]
+def test_a_job_with_too_many_bad_rows_goes_on_with_another_limit(tmp_path):
+    rows = [json.dumps({"text": text}) for text in sentences(30, 3)]
     rows += [json.dumps({"content": text}) for text in sentences(10, 4)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
-    for wrong in (["--field", "content"], ["--drop-duplicates"]):
-        with refused("of 40 documents cannot be read"):
-            run(tmp_path / "a.jsonl", tmp_path / "out", *wrong)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "afresh" in line]
-    assert_mentions(line, "parts of the refused attempt are deleted", "--field: 'content', now")
+    with refused("10 of 40 documents cannot be read"):
+        run(tmp_path / "a.jsonl", tmp_path / "out", "--drop-duplicates")
     with mock.patch.object(workers, "run_part", interrupt):  # none is made again
         options = ["--drop-duplicates", "--max-bad-rows", "10"]
         run(tmp_path / "a.jsonl", tmp_path / "out", "--workers", "1", *options)
     assert len(documents_of(tmp_path / "out")) == 30
-    # An attempt that was interrupted, not refused, is not thrown away
-    with mock.patch.object(build_module, "finish", interrupt), pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "a.jsonl", tmp_path / "b", "--workers", "1")
-    with refused("was begun differently"):
-        run(tmp_path / "a.jsonl", tmp_path / "b", "--field", "content")
 
 
 @pytest.mark.parametrize("options", [[], ["--drop-duplicates"]])
@@ -269,9 +262,10 @@ def test_a_file_that_changes_meanwhile_is_named(tmp_path, source, monkeypatch, o
         (source / "a.jsonl").write_text("".join([lines[1], lines[0], *lines[2:]]))
 
     monkeypatch.setattr(build_module, "run_parts", change)
-    with refused(str(source / "a.jsonl"), "has changed since the preparation began", "rm -r"):
+    with refused(str(source / "a.jsonl"), "has changed since the preparation began"):
         run(source, tmp_path / "out", "--workers", "1", *options)
     assert not (tmp_path / "out").exists()
+    assert not unfinished(tmp_path / "out")
 
 
 def test_two_processes_do_not_work_in_one_folder(tmp_path, source):
@@ -332,7 +326,8 @@ def test_an_end_that_cannot_remove_records_keeps_the_shards(tmp_path, source, mo
     with refused("busy"):
         run(source, tmp_path / "out", "--workers", "1")
     monkeypatch.setattr(Path, "unlink", unlink)
-    assert list(working_folder(tmp_path / "out").glob("train-*.bin"))
+    (work,) = unfinished(tmp_path / "out")
+    assert list(work.glob("train-*.bin"))
     prepared(tmp_path / "out", source)
 
 
@@ -342,7 +337,8 @@ def complete(tmp_path, source, monkeypatch) -> Path:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(build_module, "finish", interrupt)
         run(source, tmp_path / "out", "--workers", "1")
-    return working_folder(tmp_path / "out")
+    (work,) = unfinished(tmp_path / "out")
+    return work
 
 
 @pytest.mark.parametrize(
@@ -449,12 +445,14 @@ def prepare_interrupted(folder: Path, name: str, stage: str) -> list[bytes]:
     interrupt = mock.Mock(side_effect=KeyboardInterrupt)
     with contextlib.suppress(KeyboardInterrupt), mock.patch.object(build_module, stage, interrupt):
         go_on(folder)
-    working_folder(folder / "made").rename(folder / "interrupted")
+    (work,) = unfinished(folder / "made")
+    kept = folder / "interrupted" / work.name
+    shutil.move(work, kept)
     if name == MANIFEST:  # written before the folder gets its final name
-        read_interrupted("job.json", folder, (folder / "interrupted/job.json").read_bytes())
-        shutil.rmtree(folder / "interrupted")
-        (folder / "made").rename(folder / "interrupted")
-    return [(folder / "interrupted" / name).read_bytes()]
+        shutil.rmtree(kept)
+        go_on(folder)
+        (folder / "made").rename(kept)
+    return [(kept / name).read_bytes()]
 
 
 def go_on(folder: Path) -> None:
@@ -465,10 +463,10 @@ def go_on(folder: Path) -> None:
 
 def read_interrupted(name: str, folder: Path, data: bytes) -> None:
     """Continues the preparation with another content of one of its files."""
-    work = working_folder(folder / "made")
-    for left in (folder / "made", work):
+    for left in (folder / "made", *unfinished(folder / "made")):
         shutil.rmtree(left, ignore_errors=True)
-    shutil.copytree(folder / "interrupted", work)
+    (kept,) = (folder / "interrupted").iterdir()
+    work = shutil.copytree(kept, folder / kept.name)
     (work / name).write_bytes(data)
     go_on(folder)
     read_data(folder / "made")
@@ -479,11 +477,20 @@ def of_interrupted(name: str, stage: str = "finish") -> Reader:
     kind = "text" if name.endswith(".json") else "bytes"
     prepare = functools.partial(prepare_interrupted, name=name, stage=stage)
     read = functools.partial(read_interrupted, name)
-    return Reader(kind, prepare, read, names_files=name == "job.json")
+    return Reader(kind, prepare, read)
+
+
+def read_job_file(folder: Path, data: bytes) -> None:
+    (folder / "job.json").write_bytes(data)
+    job.read_job(folder)
 
 
 FUZZED = {
-    "job.json": of_interrupted("job.json"),
+    "job.json": Reader(
+        "text",
+        functools.partial(prepare_interrupted, name="job.json", stage="finish"),
+        read_job_file,
+    ),
     "record of a part": of_interrupted("part-00000.json"),
     "manifest before the end": of_interrupted(MANIFEST),
     "hashes": of_interrupted("hashes-00000.bin", "decide_duplicates"),

@@ -21,7 +21,7 @@ from preparing import TOKENIZER
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.prepare import compressed, parquet_reader
 from titanlite.tools.prepare.documents import BadRow, Document
-from titanlite.tools.prepare.job import File, Job, Piece, begin_job
+from titanlite.tools.prepare.job import File, Job, Piece, write_job
 from titanlite.tools.prepare.parquet_reader import UnreadableParquet, describe, read_rows, stop_idle
 from titanlite.tools.prepare.plan_job import plan_job
 from titanlite.tools.prepare.rows import row_documents
@@ -202,7 +202,7 @@ def test_the_limits_hold_for_each_worker(tmp_path):
     shutil.copy(first, tmp_path / "data/1.parquet")
     source = Source(str(tmp_path / "data"))
     job = dataclasses.replace(plan_job([(source, find(source))], TOKENIZER), parts=2)
-    begin_job(job, tmp_path / "work")
+    write_job(job, tmp_path / "work")
     with refused(".parquet: row 2: ", "expands to more than"):
         list(run_parts(job, tmp_path / "work", TOKENIZER, [0, 1], 2))
 

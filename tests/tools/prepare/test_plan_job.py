@@ -12,7 +12,7 @@ from preparing import TOKENIZER, write_datatrove, write_megatron
 
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare import plan_job as plan
-from titanlite.tools.prepare.job import Job, differences
+from titanlite.tools.prepare.job import Job, job_hash
 from titanlite.tools.prepare.plan_job import check_unchanged, plan_job
 from titanlite.tools.prepare.sources import Source, find
 
@@ -83,8 +83,7 @@ def test_an_index_beside_unchanged_ids_is_noticed(tmp_path):
     assert [file.kind for file in begun.files] == ["megatron"]
     assert job_of(tmp_path / "ids.bin") == begun
     os.utime(index, ns=(5, 5))
-    changed = f"files: {tmp_path / 'ids.bin'} has changed"
-    assert differences(begun, job_of(tmp_path / "ids.bin")) == changed
+    assert job_hash(begun) != job_hash(job_of(tmp_path / "ids.bin"))
     index.unlink()
     assert [file.kind for file in job_of(tmp_path / "ids.bin").files] == ["tokens"]
 
@@ -119,10 +118,10 @@ CHANGES = [change_time, Path.unlink, lambda path: path.write_bytes(path.read_byt
 @pytest.mark.parametrize("name", ["a.txt", "ids.bin", "ids.idx", "b.ds", "b.ds.index"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_named(tmp_path, inputs, name, change):
-    check_unchanged(inputs.files, tmp_path / "work")
+    check_unchanged(inputs.files)
     change(tmp_path / "in" / name)
     with refused(str(tmp_path / "in" / name.partition(".")[0]), "since the preparation began"):
-        check_unchanged(inputs.files, tmp_path / "work")
+        check_unchanged(inputs.files)
 
 
 def test_all_problems_are_reported_up_to_ten(mixed):

@@ -17,7 +17,7 @@ from preparing import TOKENIZER
 from titanlite.runtime.interpreter import PACKAGES
 from titanlite.tools.prepare import job as job_module
 from titanlite.tools.prepare import workers
-from titanlite.tools.prepare.job import Job, begin_job
+from titanlite.tools.prepare.job import Job, write_job
 from titanlite.tools.prepare.plan_job import plan_job
 from titanlite.tools.prepare.sources import Source, find
 from titanlite.tools.prepare.workers import main, run_parts
@@ -33,7 +33,7 @@ def job(tmp_path, monkeypatch) -> Job:
     source = Source(str(tmp_path / "text"))
     job = plan_job([(source, find(source))], TOKENIZER)
     assert job.parts == 4
-    begin_job(job, tmp_path / "work")
+    write_job(job, tmp_path / "work")
     return job
 
 

@@ -22,7 +22,7 @@ from titanlite.tools.cli.stops import stoppable
 from titanlite.tools.prepare.build import BAD_ROWS, Options, build, hold
 from titanlite.tools.prepare.cache import prepare
 from titanlite.tools.prepare.inspect import inspect
-from titanlite.tools.prepare.job import NAME, NO_CHAT, ChatConfig, differences, read_job
+from titanlite.tools.prepare.job import NAME, NO_CHAT, ChatConfig, job_hash, read_job
 from titanlite.tools.prepare.plan_job import plan_job
 from titanlite.tools.prepare.sources import Found, Keys, Source, find, require_apart
 
@@ -272,8 +272,8 @@ def _require_repeated(
             f"{folder}: exists and is not prepared data; choose another folder for --out"
         )
     job = plan_job(sources, tokenizer, options.drop_duplicates, options.chat)
-    changed = differences(read_job(folder), job)
-    if changed:
+    if job_hash(read_job(folder)) != job_hash(job):
         raise ConfigError(
-            f"{folder}: was prepared differently ({changed}); choose another folder for --out"
+            f"{folder}: was prepared from other files or options, which its {NAME} lists; "
+            "choose another folder for --out"
         )

@@ -1,7 +1,8 @@
 """Runs a job to its end: all parts on all cores, then the manifest.
 
-What it is: the parts are made in a hidden working folder beside the result. Their shards are those
-of the result; nothing is copied. When all are there, the manifest lists them, what only the work
+What it is: the parts are made in a hidden working folder beside the result, whose name contains the
+hash of the job, so that another input or option never meets these parts. Their shards are those of
+the result; nothing is copied. When all are there, the manifest lists them, what only the work
 needed is removed, and the working folder gets its final name. So a prepared folder is complete or
 absent, and each step can be repeated after an interruption.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -30,14 +32,15 @@ from titanlite.runtime.progress import progress_bar
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.duplicates import KEPT, decide_duplicates, hashes_path
 from titanlite.tools.prepare.job import (
+    HASH,
     NAME,
     NO_CHAT,
-    REFUSED,
     ChatConfig,
     Job,
     Piece,
-    begin_job,
+    job_hash,
     read_typed,
+    write_job,
 )
 from titanlite.tools.prepare.part import EXAMPLES, SPLITS, Example, PartRecord, record_path
 from titanlite.tools.prepare.plan_job import check_unchanged, plan_job
@@ -62,8 +65,14 @@ class Options:
     max_bad_rows: float = BAD_ROWS  # below 1: a share of all
 
 
-def working_folder(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.parts")
+def working_folder(folder: Path, job: Job) -> Path:
+    return folder.with_name(f".{folder.name}.parts-{job_hash(job)}")
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """The working folders of all jobs that were begun for a prepared folder."""
+    name = glob.escape(f".{folder.name}.parts-")
+    return list(folder.parent.glob(name + HASH * "[0-9a-f]"))
 
 
 @contextlib.contextmanager
@@ -87,43 +96,39 @@ def build(
 ) -> None:
     """Prepares sources into `folder`, which does not exist yet.
 
-    Finished parts of an earlier attempt are kept. The caller holds the folder (`hold`).
+    Finished parts of an earlier attempt at the same job are kept; those of others are removed at
+    the end. The caller holds the folder (`hold`).
     Raises ConfigError for files that cannot be read, too many bad rows, or a full disk.
     """
     if folder.exists():
         raise ConfigError(f"{folder}: has no manifest.json; {AGAIN}")
     started = time.monotonic()
-    work = working_folder(folder)
-    is_new = not (work / NAME).exists()
-    begun = False
     try:
         job = plan_job(sources, tokenizer, options.drop_duplicates, options.chat)
-        make_folder(work)
-        removed = begin_job(job, work)
-        if removed:
-            log(f"starting afresh: the parts of the refused attempt are deleted ({removed})")
-        begun = True
-        size = "an unknown size"
-        if job.has_known_size:
-            size = f"{len(job.files)} files, {job.bytes / 1e6:.1f} MB"
-        log(f"preparing {job.name}: {size} from {', '.join(job.roots)}")
-        for line in _notes(job):
-            log(line)
-        for path in work.glob(f"*{TEMPORARY}*"):  # a killed process has left them
-            path.unlink(missing_ok=True)
-        if not (work / MANIFEST).exists():
-            _make_parts(job, work, tokenizer, options, log)
-        manifest = finish(job, work, folder, tokenizer, options.max_bad_rows, log)
-    except BaseException as error:
-        finished = [*work.glob("part-*.json"), *work.glob("hashes-*.bin")]
-        if is_new and not finished:  # nothing that another attempt could use
-            shutil.rmtree(work, ignore_errors=True)
-        elif isinstance(error, ConfigError) and begun:
-            with contextlib.suppress(OSError):  # on a full disk the parts stay those of this job
-                (work / REFUSED).touch()
-        if isinstance(error, OSError):
-            raise ConfigError(problems_of(error)) from None
-        raise
+        work = working_folder(folder, job)
+        try:
+            make_folder(work)
+            write_job(job, work)
+            size = "an unknown size"
+            if job.has_known_size:
+                size = f"{len(job.files)} files, {job.bytes / 1e6:.1f} MB"
+            log(f"preparing {job.name}: {size} from {', '.join(job.roots)}")
+            for line in _notes(job):
+                log(line)
+            for path in work.glob(f"*{TEMPORARY}*"):  # a killed process has left them
+                path.unlink(missing_ok=True)
+            if not (work / MANIFEST).exists():
+                _make_parts(job, work, tokenizer, options, log)
+            manifest = finish(job, work, folder, tokenizer, options.max_bad_rows, log)
+        except BaseException:
+            finished = [*work.glob("part-*.json"), *work.glob("hashes-*.bin")]
+            if not finished and not (work / MANIFEST).exists():
+                shutil.rmtree(work, ignore_errors=True)  # nothing that another attempt could use
+            raise
+    except OSError as error:
+        raise ConfigError(problems_of(error)) from None
+    for other in unfinished(folder):
+        shutil.rmtree(other, ignore_errors=True)
     tokens = {split: entry["tokens"] for split, entry in manifest["splits"].items()}
     log(
         f"prepared {tokens['train']:,} training and {tokens['validation']:,} validation tokens "
@@ -192,7 +197,11 @@ def finish(
         )
     if not (work / MANIFEST).exists():
         records = [read_typed(PartRecord, record_path(work, part)) for part in range(job.parts)]
-        check_unchanged(job.files, work)
+        try:
+            check_unchanged(job.files)
+        except ConfigError:
+            shutil.rmtree(work, ignore_errors=True)  # a part may be of the changed file
+            raise
         _check_bad_rows(job, records, limit)
         manifest = _manifest(job, records, tokenizer)
         if not any(split["tokens"] for split in manifest["splits"].values()):

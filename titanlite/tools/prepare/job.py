@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import shlex
@@ -31,13 +32,10 @@ HOLDOUT = 20  # one document of so many is for validation
 PART = 1 << 26  # bytes of input of a part, or more of a large input
 MOST_PARTS = 256  # each has files of its own, which training maps
 CUT = 1 << 23  # bytes; smaller files are not cut
-SHOWN = 3  # changed files that are shown in a message
 IDS = ("tokens", "megatron", "datatrove")  # kinds of files of token ids
 NAME = "job.json"  # the file of a job
-REFUSED = "refused"  # beside it: the attempt ended because its input or its options are wrong
+HASH = 16  # characters of the hash of a job
 LARGEST = 1 << 30  # bytes of a file of the working folder
-# Settings with an option of their name
-OPTIONS = ("field", "prompt_field", "drop_duplicates", "ids")
 
 
 class File(NamedTuple):
@@ -101,8 +99,7 @@ class Job:
     files: tuple[File, ...]
     field: str
     prompt_field: str
-    # Absolute path, "" for the bundled one; its hash is compared
-    tokenizer: str = dataclasses.field(compare=False)
+    tokenizer: str  # absolute path, "" for the bundled one
     tokenizer_sha256: str
     parts: Annotated[int, range(1, MOST_PARTS + 1)]
     drop_duplicates: bool = False
@@ -176,71 +173,21 @@ def number_of_parts(total: int) -> int:
     return max(1, -(-total // size))
 
 
-def begin_job(job: Job, work: Path) -> str:
-    """Writes the job into its working folder.
+def job_hash(job: Job) -> str:
+    """Identifies a job by all that decides the bytes of its parts."""
+    fields = dataclasses.asdict(job)
+    del fields["tokenizer"]  # its place; its hash stays
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:HASH]
 
-    Parts of another job are removed if it was refused, since this one is its correction. Returns
-    how that one differs; "" if nothing was removed. Raises ConfigError if another one was begun
-    there and interrupted. The caller holds the folder alone.
-    """
-    removed = ""
-    refused = (work / REFUSED).exists()
-    (work / REFUSED).unlink(missing_ok=True)
-    if (work / NAME).exists():
-        changed = differences(read_job(work), job)
-        if changed and refused:
-            for path in work.iterdir():
-                path.unlink()
-            removed = changed
-        elif changed:
-            raise ConfigError(
-                f"{work}: was begun differently ({changed}); "
-                f"repeat the former command, or {afresh(work)}"
-            )
+
+def write_job(job: Job, work: Path) -> None:
+    """Writes the job into its working folder."""
     replace_file(work / NAME, json.dumps(dataclasses.asdict(job)).encode())
-    return removed
 
 
 def afresh(work: Path) -> str:
     """How to start without the parts that are in a working folder."""
     return f"start afresh after: rm -r {shlex.quote(str(work))}"
-
-
-def differences(was: Job, now: Job) -> str:
-    """The options and files in which two jobs differ; "" if they are equal."""
-    changes = []
-    for setting in dataclasses.fields(Job):
-        before = getattr(was, setting.name)
-        after = getattr(now, setting.name)
-        if not setting.compare or before == after:
-            continue
-        if setting.name == "files":
-            changes.append(_changed_files(before, after))
-        elif setting.name == "chat":
-            changes.append("--chat, its template or its options")
-        else:
-            name = setting.name
-            if name in OPTIONS:
-                name = f"--{name.replace('_', '-')}"
-            changes.append(f"{name}: {before!r}, now {after!r}")
-    return "; ".join(changes)
-
-
-def _changed_files(was: tuple[File, ...], now: tuple[File, ...]) -> str:
-    before = {file.path: file for file in was}
-    after = {file.path: file for file in now}
-    changes = [f"{file.name} is gone" for file in was if file.path not in after]
-    changes += [f"{file.name} is new" for file in now if file.path not in before]
-    for path, file in after.items():
-        if path in before and before[path] != file:
-            changes.append(f"{file.name} has changed")
-    changes = list(dict.fromkeys(changes))  # all shards of a data set have one name
-    if not changes:
-        return "files: in another order"
-    rest = ""
-    if len(changes) > SHOWN:
-        rest = f" and {len(changes) - SHOWN} more"
-    return f"files: {', '.join(changes[:SHOWN])}{rest}"
 
 
 def read_job(work: Path) -> Job:

@@ -23,7 +23,6 @@ from titanlite.tools.prepare.job import (
     ChatConfig,
     File,
     Job,
-    afresh,
     number_of_parts,
 )
 from titanlite.tools.prepare.sources import (
@@ -241,8 +240,8 @@ def text_files(source: Source, found: Found) -> list[File]:
     return files
 
 
-def check_unchanged(files: tuple[File, ...], work: Path) -> None:
-    """Raises ConfigError for a file that has changed since the job in `work` was planned."""
+def check_unchanged(files: tuple[File, ...]) -> None:
+    """Raises ConfigError for a file that has changed since the job was planned."""
     hub: dict[str, str] = {}  # data set -> version, which its shards share
     for file in files:
         try:
@@ -261,5 +260,5 @@ def check_unchanged(files: tuple[File, ...], work: Path) -> None:
             ) from None
         if version != file.version:
             raise ConfigError(
-                f"{file.name}: has changed since the preparation began; {afresh(work)}"
+                f"{file.name}: has changed since the preparation began; repeat the command"
             )
