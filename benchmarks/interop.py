@@ -6,15 +6,14 @@ What it is: small models are drawn and exported. Each program, of a pinned versi
 environment of its own in a temporary folder, reads its format and computes the logits of 24 tokens
 (`interop_probes.py`). A number is the largest difference from titanlite's logits, relative to the
 largest logit. What a program saves is read by titanlite and must have the same bits.
-What it costs: about ten minutes on two cores and 700 MB of disk, and it needs a package index;
-llama.cpp needs npm. torch and what else is installed here is not installed again.
+What it costs: about ten minutes on two cores and 700 MB of disk, and it needs a package index.
+torch and what else is installed here is not installed again.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -40,8 +39,6 @@ from titanlite.tools.formats.load_weights import load_model
 from titanlite.tools.formats.selection import Selection
 
 PROBES = Path(__file__).with_name("interop_probes.py")
-LLAMA_CPP = Path(__file__).with_name("interop_llama_cpp.mjs")
-NODE_PACKAGES = ("node-llama-cpp@3.22.1", "@node-llama-cpp/linux-x64@3.22.1")
 TOKENS = 24
 
 
@@ -91,8 +88,6 @@ PROGRAMS = {
     ),
     "torchtitan": Program("dcp", ("torchtitan==0.3.0", "spmd_types==0.2.3"), (*LLAMAS, "Qwen3")),
     "ctranslate2": Program("hf", ("ctranslate2==4.8.5", "transformers==5.24.0"), DENSE),
-    "gguf": Program("gguf", ("gguf==0.19.0", "transformers==5.24.0"), DENSE),
-    "llama.cpp": Program("gguf", (), DENSE),
     "mlx_lm": Program(
         "hf",
         ("mlx-lm==0.32.2", "mlx==0.32.4", "mlx-cpu==0.32.4", "transformers==5.24.0"),
@@ -153,14 +148,9 @@ def export(folder: Path, config: LlamaConfig) -> None:
     tree = {"model": weights, "model_config": dataclasses.asdict(config), "tokenizer": ranks}
     torch.save({**tree, "seq_len": 512}, folder / "model.pt")
     (folder / "model.json").write_text(config.to_json())
-    targets = {"hf": "hf", "dcp": "dcp", "gguf": "model.gguf"}
-    if config.num_experts:
-        del targets["gguf"]  # refused
-    for to, target in targets.items():
-        convert(folder / "model.pt", folder / target, Options(to), log=quiet)
-    tokens = torch.arange(TOKENS) * 7919 % config.vocab_size
-    torch.save(tokens, folder / "tokens.pt")
-    (folder / "tokens.json").write_text(json.dumps(tokens.tolist()))
+    for to in ("hf", "dcp"):
+        convert(folder / "model.pt", folder / to, Options(to), log=quiet)
+    torch.save(torch.arange(TOKENS) * 7919 % config.vocab_size, folder / "tokens.pt")
 
 
 def run_program(name: str, environments: Path, models: Path) -> list[str]:
@@ -168,15 +158,11 @@ def run_program(name: str, environments: Path, models: Path) -> list[str]:
     program = PROGRAMS[name]
     print(f"{name}: installing", file=sys.stderr)
     try:
-        python = (
-            node_environment(environments)
-            if name == "llama.cpp"
-            else environment(environments / name, program.packages)
-        )
+        python = environment(environments / name, program.packages)
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", "") or str(error)
         return [name, "not installed", program.reads, *[reason.strip()[-100:]] * len(MODELS), "-"]
-    version = (program.packages or NODE_PACKAGES)[0].replace("==", "@").rpartition("@")[2]
+    version = program.packages[0].partition("==")[2]
     cells: list[str] = []
     saved: list[str] = []
     for model in MODELS:
@@ -206,27 +192,12 @@ def environment(folder: Path, packages: tuple[str, ...]) -> Path:
     return python
 
 
-def node_environment(folder: Path) -> Path:
-    """A folder with node-llama-cpp and its binary for x86 without a GPU."""
-    home = folder / "llama.cpp"
-    if not (home / "node_modules").exists():
-        home.mkdir(parents=True)
-        install = ["npm", "install", "--ignore-scripts", "--omit=optional", *NODE_PACKAGES]
-        subprocess.run(install, cwd=home, check=True, capture_output=True, text=True)
-    shutil.copy(LLAMA_CPP, home)
-    return home
-
-
 def compare(name: str, python: Path, folder: Path) -> tuple[str, str]:
     """The relative difference of a program's logits, and what titanlite says of what it saved."""
     (folder / "logits.pt").unlink(missing_ok=True)
     for left in ("back", "lit", "ct2"):
         shutil.rmtree(folder / left, ignore_errors=True)
-    if name == "llama.cpp":
-        files = [folder / "model.gguf", folder / "tokens.json", folder / "probabilities.json"]
-        command = ["node", str(python / LLAMA_CPP.name), *map(str, files)]
-    else:
-        command = [str(python), str(PROBES), name, str(folder)]
+    command = [str(python), str(PROBES), name, str(folder)]
     variables = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
     if done.returncode:
@@ -235,23 +206,9 @@ def compare(name: str, python: Path, folder: Path) -> tuple[str, str]:
         return f"failed: {last[:100]}", "-"
     back = read_back(name, folder)
     ours = logits_of(folder, adapter=folder / "back" if name == "peft" else None)
-    if name == "llama.cpp":
-        theirs = llama_cpp_logits(folder / "probabilities.json", ours.shape[1])
-        ours = ours.log_softmax(-1)
-    else:
-        theirs = torch.load(folder / "logits.pt")
+    theirs = torch.load(folder / "logits.pt")
     difference = float((theirs - ours).abs().max() / ours.abs().max())
     return f"{difference:.1e}", back
-
-
-def llama_cpp_logits(path: Path, vocabulary: int) -> torch.Tensor:
-    """Logarithms of the probabilities that the script for node wrote: (S, V)."""
-    rows = json.loads(path.read_text())
-    found = torch.zeros(len(rows), vocabulary)
-    for i, row in enumerate(rows):
-        for token, probability in row.items():
-            found[i, int(token)] = probability
-    return found.log()
 
 
 def logits_of(folder: Path, adapter: Path | None = None) -> torch.Tensor:

@@ -3,7 +3,7 @@
     python benchmarks/interop_probes.py PROGRAM FOLDER
 
 `interop.py` runs this file in an environment of each program; nothing here imports titanlite.
-FOLDER holds tokens.pt (S,), model.json, and the exports: hf, dcp, model.gguf, peft. A probe writes
+FOLDER holds tokens.pt (S,), model.json, and the exports: hf, dcp, peft. A probe writes
 logits.pt (S, V), and the model as the program saves it to back.
 """
 
@@ -103,16 +103,6 @@ def transformers(folder: Path) -> None:
     model.save_pretrained(folder / "back")
 
 
-def gguf(folder: Path) -> None:
-    """The same class, filled from GGUF by the package gguf."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file="model.gguf", dtype=torch.float32
-    )
-    _save_logits(folder, model)
-
-
 def peft(folder: Path) -> None:
     """Adapters of PEFT on Hugging Face's folder; titanlite reads them with --adapter."""
     from peft import LoraConfig, get_peft_model
@@ -210,7 +200,7 @@ def mlx_lm(folder: Path) -> None:
 
 PROBES = {
     function.__name__: function
-    for function in (transformers, gguf, peft, litgpt, torchtitan, ctranslate2, mlx_lm)
+    for function in (transformers, peft, litgpt, torchtitan, ctranslate2, mlx_lm)
 }
 
 

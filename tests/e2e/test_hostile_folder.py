@@ -36,7 +36,6 @@ PACKAGES = {
         "datasets",
         "pyarrow",
         "zstandard",
-        "gguf",
         "tensorboard",
         "wandb",
         "mlflow",

@@ -148,53 +148,29 @@ SENTENCEPIECE_TEXT = (
 )
 
 
-def sentencepiece(prefix: bool = True, num_tokens: int = 700, more: str = ""):
+def sentencepiece():
     """A tokenizer like Llama 2's: a prefix, a mark for spaces, bytes for characters that are not in its text,
-    which is a few lines and `more`.
+    which is a few lines.
     """
     models, normalizers, decoders = tokenizers.models, tokenizers.normalizers, tokenizers.decoders
     encoder = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     prepend, mark = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
-    encoder.normalizer = normalizers.Sequence([prepend, mark] if prefix else [mark])
+    encoder.normalizer = normalizers.Sequence([prepend, mark])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    encoder.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    encoder.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     bytes_of_text = [f"<0x{i:02X}>" for i in range(256)]
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=num_tokens,
+        vocab_size=700,
         special_tokens=[*SENTENCEPIECE_SPECIAL, *bytes_of_text],
         show_progress=False,
     )
     text = SENTENCEPIECE_TEXT.replace("日本語", "")
     # Lines, so that no token is a whole text
-    lines = [line for line in (text * 3 + more).split("\n") if line]
+    lines = [line for line in (text * 3).split("\n") if line]
     encoder.train_from_iterator(lines, trainer)
     main = json.loads(encoder.to_str())  # the bytes are no special tokens there
     main["added_tokens"] = main["added_tokens"][: len(SENTENCEPIECE_SPECIAL)]
     return tokenizers.Tokenizer.from_str(json.dumps(main))
-
-
-def in_gguf(encoder, prefix: bool = True) -> dict:
-    """The methods of gguf's writer, with their values, that write a tokenizer of SentencePiece: its
-    tokens with the scores that SentencePiece gives, minus the number of the merge.
-    """
-    main = json.loads(encoder.to_str())
-    vocab = main["model"]["vocab"]
-    tokens = sorted(vocab, key=vocab.__getitem__)
-    scores = {"".join(pair): -float(i) for i, pair in enumerate(main["model"]["merges"])}
-    types = dict.fromkeys(SENTENCEPIECE_SPECIAL, 3) | {"<unk>": 2}
-    types |= {f"<0x{i:02X}>": 6 for i in range(256)}
-    lowest = -float(len(tokens))
-    return {
-        "add_tokenizer_model": "llama",
-        "add_tokenizer_pre": "default",
-        "add_token_list": tokens,
-        "add_token_scores": [scores.get(token, lowest) for token in tokens],
-        "add_token_types": [types.get(token, 1) for token in tokens],
-        "add_bos_token_id": vocab["<s>"],
-        "add_eos_token_id": vocab["</s>"],
-        "add_unk_token_id": vocab["<unk>"],
-        "add_add_space_prefix": prefix,
-    }
 
 
 def pre_tokenizer(style: str):

@@ -79,7 +79,6 @@ TESTS = (
     "tools/formats/test_convert_limits.py",
     "tools/formats/test_dcp_safetensors.py",
     "tools/formats/test_foreign_hostile.py",
-    "tools/formats/test_gguf_reader.py",
     "tools/formats/test_peft.py",
     "tools/formats/test_same_model.py",
     "tools/formats/test_torch_file.py",

@@ -46,7 +46,7 @@ class LayerCache(Protocol):
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-def rope_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
     """Computes RoPE's angle per position for each pair i of a head: theta^(-2i/Dh), (Dh / 2,).
 
     With a scaling, the frequencies of long wavelengths are divided by `factor`, so that positions
@@ -59,7 +59,7 @@ def rope_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.devi
                 and `beta_fast` turns (arXiv 2309.00071)
     """
     half = config.head_dim // 2
-    pairs = torch.arange(half, dtype=dtype, device=device)
+    pairs = torch.arange(half, dtype=torch.float32, device=device)
     frequency = config.rope_theta ** -(pairs / half)
     scaling = config.rope_scaling
     if scaling is None:
@@ -92,7 +92,7 @@ def rope_table(config: LlamaConfig, positions: Tensor) -> Tensor:
     YaRN also scales queries and keys up, so that attention over more keys does not become more
     uniform. Both are multiplied by the table, so the factor is in the table.
     """
-    angle = positions.float()[..., None] * rope_frequencies(config, torch.float32, positions.device)
+    angle = positions.float()[..., None] * rope_frequencies(config, positions.device)
     table = torch.stack((angle.cos(), angle.sin()), dim=-1)
     scaling = config.rope_scaling
     if scaling and scaling.kind == "yarn":

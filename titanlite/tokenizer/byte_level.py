@@ -1,4 +1,4 @@
-"""Converts byte-level tokens to text and back, as `tokenizers` and llama.cpp write bytes.
+"""Converts byte-level tokens to text and back, as `tokenizers` writes bytes.
 
 What it is: GPT-2's map of the 256 bytes to printable characters, and the list of merges by which
 these formats describe an encoding. tiktoken describes it by the ranks of its tokens.
@@ -25,7 +25,7 @@ BYTES |= {ord(character): chr(byte) for byte, character in CHARACTERS.items()}
 
 
 def to_text(token: bytes) -> str:
-    """Writes a token as `tokenizers` and llama.cpp do: a printable character for each byte."""
+    """Writes a token as `tokenizers` does: a printable character for each byte."""
     return "".join(CHARACTERS[byte] for byte in token)
 
 

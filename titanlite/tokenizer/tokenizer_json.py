@@ -429,7 +429,7 @@ def _document_end(key: str, main: Json, config: Json, special: dict[str, int]) -
     """Finds the name of one of the two tokens; `key`: bos_token or eos_token."""
     value = config.get(key)
     name: str | None = value["content"] if isinstance(value, dict) else value
-    name = name or of_template(main, key)
+    name = name or _of_template(main, key)
     if name:
         return name
     for usual in USUAL[key]:
@@ -438,7 +438,7 @@ def _document_end(key: str, main: Json, config: Json, special: dict[str, int]) -
     return None
 
 
-def of_template(main: Json, key: str) -> str | None:
+def _of_template(main: Json, key: str) -> str | None:
     """Finds the token that TemplateProcessing puts before (bos_token) or after (eos_token) text."""
     for step in steps(main.get("post_processor"), "processors"):
         if step["type"] != "TemplateProcessing":

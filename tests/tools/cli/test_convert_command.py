@@ -42,7 +42,7 @@ MISTAKES = {
     ),
     "no format": (["S", "T"], "give --to: titanlite, dcp"),
     "another format": (["S", "T", "--to", "hff"], "did you mean hf?"),
-    "another dtype": (["S", "T.pt", "--dtype", "fp64"], "allowed in torch: bf16, fp16, fp32"),
+    "another dtype": (["S", "T.pt", "--dtype", "fp64"], "allowed: bf16, fp16, fp32"),
     "another step": (["S", "T.pt", "--step", "8"], "allowed: 7"),
     "into itself": (["S", "S/checkpoints/step-7/x.pt"], "choose another path"),
     "it exists": (["S", "E.pt"], "E.pt: exists already"),
@@ -91,7 +91,7 @@ def test_what_is_said(run, tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("target", ["x.pt", "x.safetensors", "x.gguf"])
+@pytest.mark.parametrize("target", ["x.pt", "x.safetensors"])
 def test_one_file_has_no_shards(tmp_path, capsys, target):
     source = tmp_path / "a.pt"
     make_file(source, SMALL)

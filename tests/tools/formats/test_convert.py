@@ -450,9 +450,8 @@ def test_what_is_too_large_for_a_dtype_is_not_finite(tmp_path):
     weights = dict(small_model(config=SMALL).state_dict())
     weights["layers.0.attention.wo.weight"][3, 4] = 1e5
     torch.save({"model": weights, "model_config": json.loads(SMALL.to_json())}, tmp_path / "a.pt")
-    for target in ("b.pt", "c.gguf"):
-        with pytest.raises(ConfigError, match=r"wo\.weight': NaN or infinity as torch\.float16"):
-            convert(tmp_path / "a.pt", tmp_path / target, Options(dtype="fp16"), log=quiet)
+    with pytest.raises(ConfigError, match=r"wo\.weight': NaN or infinity as torch\.float16"):
+        convert(tmp_path / "a.pt", tmp_path / "b.pt", Options(dtype="fp16"), log=quiet)
     assert os.listdir(tmp_path) == ["a.pt"]
     convert(tmp_path / "a.pt", tmp_path / "b.pt", Options(dtype="bf16"), log=quiet)
 

@@ -159,14 +159,13 @@ def test_a_tied_models_embedding_may_stand_there_twice(tmp_path):
         convert(other, tmp_path / "b", Options("hf"), log=quiet)
 
 
-@pytest.mark.parametrize("to", ["hf", "gguf"])
-def test_a_tokenizer_has_no_more_ids_than_the_model(tmp_path, to):
+def test_a_tokenizer_has_no_more_ids_than_the_model(tmp_path):
     ranks = torch.frombuffer(bytearray(BUNDLED.read_bytes()), dtype=torch.uint8)
     source = make_file(tmp_path / "a.pt", tokenizer=ranks)
     with pytest.raises(
         ConfigError, match=f"tokenizer has {Tokenizer().size} ids, and the model {SMALL.vocab_size}"
     ):
-        convert(source, tmp_path / "b", Options(to), log=quiet)
+        convert(source, tmp_path / "b", Options("hf"), log=quiet)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.uint16], ids=str)
@@ -187,18 +186,6 @@ def test_a_large_transposed_matrix_is_read_once(tmp_path, monkeypatch):
     assert len(list(full.tensors["cut"].blocks())) == 12
     for name, tensor in saved.items():
         assert torch.equal(torch.cat(list(full.tensors[name].blocks())), tensor)
-
-
-def test_scales_of_q8_0_must_be_finite(tmp_path):
-    config = dataclasses.replace(SMALL, ffn_dim=64)
-    large = torch.zeros(config.dim, config.dim)
-    large[3, 4] = 66000.0 * 127  # finite, and / 127 not in fp16
-    make_file(tmp_path / "a.pt", config, {"layers.0.attention.wo.weight": large})
-    with pytest.raises(
-        ConfigError, match=r"wo\.weight': NaN or infinity; convert it anyway with --force"
-    ):
-        convert(tmp_path / "a.pt", tmp_path / "b.gguf", Options(dtype="q8_0"), log=quiet)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
 def test_weights_of_older_hugging_face_folders_are_named(tmp_path, capsys):
@@ -324,10 +311,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path, to, config):
         name: torch.randn(shape, generator=generator) * 0.02 for name, shape in shapes.items()
     }
     torch.save({"model": weights, "model_config": json.loads(config.to_json())}, tmp_path / "a.pt")
-    there = tmp_path / f"there{'.gguf' if to == 'gguf' else ''}"
-    ways = [(tmp_path / "a.pt", there, to)] + (
-        [] if to == "gguf" else [(there, tmp_path / "back.pt", "torch")]
-    )
+    there = tmp_path / "there"
+    ways = [(tmp_path / "a.pt", there, to), (there, tmp_path / "back.pt", "torch")]
     bound = 2 * max(weight.nbytes for weight in weights.values()) + 300e6
     assert sum(weight.nbytes for weight in weights.values()) > 1.5 * bound
     for source, target, form in ways:

@@ -298,13 +298,6 @@ def test_a_damaged_description_is_one_error_in_its_own_words(tmp_path):
             open_full_state(tmp_path)
 
 
-@pytest.mark.parametrize("to", ["llama", "gguf"])
-def test_formats_that_cannot_say_a_window_refuse_it(tmp_path, to):
-    make(MODELS["mistral, window"]).save_pretrained(tmp_path / "hf")
-    with refused(f"--to {to}", "a sliding window of 7", "allowed: titanlite"):
-        convert(tmp_path / "hf", tmp_path / "there", Options(to), log=lambda text: None)
-
-
 def test_a_conversion_compares_the_window(tmp_path, monkeypatch):
     """Its number, and by a second implementation what it does."""
     make(MODELS["mistral, window"]).save_pretrained(tmp_path / "hf")

@@ -9,8 +9,7 @@ import json
 import logging
 
 import pytest
-from foreign_tokenizers import in_words, mixed_text, theirs, trained, write, write_vocab
-from messages import refused
+from foreign_tokenizers import mixed_text, theirs, trained, write, write_vocab
 from model_builder import EXPORTED, make_file
 from runs import curve, train_run
 
@@ -19,11 +18,9 @@ from titanlite.tokenizer.tokenizer import BUNDLED, Tokenizer
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats.adopt import adopt_checkpoint
 from titanlite.tools.formats.convert import Options, convert, load_full_state
-from titanlite.tools.formats.gguf_file import pre_tokenizer
 from titanlite.tools.formats.huggingface_tokenizer import (
     content_of,
     files_of,
-    merge_list,
     read_tokenizer,
     to_files,
 )
@@ -137,38 +134,6 @@ def test_a_folder_with_vocab_and_merges_alone(run_of, tmp_path, capsys):
     assert adopt_checkpoint(config).data.tokenizer == str(tmp_path / "hf")
 
 
-@pytest.mark.parametrize(("style", "name"), [("gpt2", "gpt-2"), ("qwen", "qwen2")])
-def test_exports_to_gguf(run_of, style, name, tmp_path):
-    gguf = pytest.importorskip("gguf")
-    tokenizer, run, _ = run_of(style)
-    ours = Tokenizer(tokenizer)
-    convert(run, tmp_path / "a.gguf", log=quiet)
-    fields = gguf.GGUFReader(tmp_path / "a.gguf").fields
-    values = {
-        key: fields[f"tokenizer.ggml.{key}"].contents()
-        for key in ("pre", "tokens", "merges", "eos_token_id", "add_bos_token")
-    }
-    assert values["add_bos_token"] is False, "as tokenizer.json has no post-processor"
-    vocab = theirs(trained(style)).get_vocab()
-    assert (values["pre"], values["eos_token_id"]) == (name, ours.eos)
-    assert {text: i for i, text in enumerate(values["tokens"])} == vocab
-    assert [merge.split(" ") for merge in values["merges"]] == json.loads(trained(style))["model"][
-        "merges"
-    ]
-
-
-def test_what_gguf_has_no_name_for_is_refused():
-    main = json.loads(trained("qwen"))
-    main["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r" ?\p{L}+|\s+"
-    with refused("--to gguf", "pattern"):
-        pre_tokenizer(Tokenizer("x", json.dumps(main).encode()))
-    main = in_words([("a", "b")], ["abc", "cba"], ignore_merges=True)
-    main["model"]["merges"].append(["ab", "c"])
-    with refused("--to gguf", "ignore_merges = False", "1 tokens"):
-        pre_tokenizer(Tokenizer("x", json.dumps(main).encode()))
-    assert pre_tokenizer(Tokenizer()) == "llama-bpe"
-
-
 def test_weights_of_another_encoding_are_warned_of(run_of, tmp_path, caplog):
     """Other special tokens are no other encoding."""
     _, run, _ = run_of("gpt2")
@@ -211,6 +176,4 @@ def test_files_for_hugging_face(tmp_path):
     assert json.loads(files["tokenizer.json"]) == main
     config = json.loads(files["tokenizer_config.json"])
     assert (config["model_max_length"], config["eos_token"]) == (77, "<|endoftext|>")
-    assert merge_list(ours) == [" ".join(merge) for merge in main["model"]["merges"]]
-    assert len(merge_list(Tokenizer())) > 4096 - 256
     assert read_tokenizer(tmp_path) is None

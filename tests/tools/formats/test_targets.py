@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,8 @@ import torch
 from messages import refused
 from model_builder import SMALL, make_file, small_model
 
-from titanlite.model.flavors import RopeScaling
-from titanlite.tools.formats.convert import Options, convert
+from titanlite.tools.formats.convert import Options, convert, load_full_state
 from titanlite.tools.formats.targets import TARGETS
-
-EVERY_MODEL = "allowed: titanlite, dcp, safetensors, torch, hf"
 
 
 def quiet(text: str) -> None:
@@ -24,7 +20,6 @@ def quiet(text: str) -> None:
 @pytest.mark.parametrize(
     ("suffix", "form"),
     [
-        (".gguf", "gguf"),
         (".safetensors", "safetensors"),
         (".pt", "torch"),
         (".pth", "torch"),
@@ -32,8 +27,6 @@ def quiet(text: str) -> None:
     ],
 )
 def test_a_suffix_chooses_the_format(tmp_path, suffix, form):
-    if form == "gguf":
-        pytest.importorskip("gguf")
     make_file(tmp_path / "source.pt", SMALL)
     result = convert(tmp_path / "source.pt", tmp_path / f"x{suffix}", log=quiet)
     assert result.about.format == form
@@ -42,23 +35,25 @@ def test_a_suffix_chooses_the_format(tmp_path, suffix, form):
         convert(tmp_path / "source.pt", tmp_path / f"y{suffix}", Options("titanlite"), log=quiet)
 
 
-@pytest.mark.parametrize("form", TARGETS)
-def test_only_gguf_has_q8_0(tmp_path, form):
-    options = Options(form, dtype="q8_0")
-    if form == "gguf":
-        pytest.importorskip("gguf")
-        make_file(tmp_path / "a.pt", dataclasses.replace(SMALL, ffn_dim=64))
-        assert convert(tmp_path / "a.pt", tmp_path / "x", options, log=quiet).tensors
-        return
-    with refused("--dtype q8_0", f"allowed in {form}: bf16, fp16, fp32"):
-        convert(tmp_path / "a.pt", tmp_path / "x", options, log=quiet)
-
-
-@pytest.mark.parametrize("form", ["hf", "gguf"])
-def test_formats_of_a_model_alone_refuse_training_state(tmp_path, form):
+@pytest.mark.parametrize(("target", "to"), [("x.gguf", ""), ("x", "gguf")])
+def test_gguf_is_made_by_llama_cpp(tmp_path, target, to):
     make_file(tmp_path / "a.pt", SMALL)
-    with refused(f"--full: {form} holds a model only", "titanlite, dcp, safetensors, torch"):
-        convert(tmp_path / "a.pt", tmp_path / "x", Options(form, full=True), log=quiet)
+    with refused("convert_hf_to_gguf.py", "--to hf"):
+        convert(tmp_path / "a.pt", tmp_path / target, Options(to), log=quiet)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_a_gguf_file_is_read_by_transformers(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"GGUF\3\0\0\0")
+    for source in (tmp_path / "a.gguf", tmp_path):
+        with refused(f"{tmp_path / 'a.gguf'}: is a GGUF file", "docs/models.md"):
+            load_full_state(source)
+
+
+def test_a_format_of_a_model_alone_refuses_training_state(tmp_path):
+    make_file(tmp_path / "a.pt", SMALL)
+    with refused("--full: hf holds a model only", "titanlite, dcp, safetensors, torch"):
+        convert(tmp_path / "a.pt", tmp_path / "x", Options("hf", full=True), log=quiet)
 
 
 @pytest.mark.parametrize("form", [name for name in TARGETS if name != "peft"])
@@ -71,31 +66,6 @@ def test_a_model_without_a_shape_fits_formats_of_named_tensors_only(tmp_path, fo
         return
     result = convert(tmp_path / "a.pt", tmp_path / "x", Options(form), log=quiet)
     assert all(torch.equal(result[name], weight) for name, weight in weights.items())
-
-
-MODELS_WITHOUT_A_PLACE = {
-    "gguf, experts": (
-        "gguf",
-        {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 24},
-        "4 experts",
-    ),
-    "gguf, window": ("gguf", {"sliding_window": 8}, "a sliding window of 8"),
-    "gguf, RoPE": (
-        "gguf",
-        {"qk_norm": True, "rope_scaling": RopeScaling(4.0, kind="linear")},
-        "RoPE scaling linear, and qwen3 is written with none",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("form", "change", "difference"), MODELS_WITHOUT_A_PLACE.values(), ids=MODELS_WITHOUT_A_PLACE
-)
-def test_a_model_that_a_format_cannot_describe_is_refused(tmp_path, form, change, difference):
-    make_file(tmp_path / "a.pt", dataclasses.replace(SMALL, **change))
-    with refused(f"--to {form}", difference, EVERY_MODEL):
-        convert(tmp_path / "a.pt", tmp_path / "x", Options(form), log=quiet)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
 def test_peft_takes_adapters_from_a_run_only(tmp_path):

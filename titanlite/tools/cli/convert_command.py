@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--dtype",
         default="",
-        help=f"of the weights: {', '.join(DTYPES)}, for gguf q8_0; default: the source's",
+        help=f"of the weights: {', '.join(DTYPES)}; default: the source's",
     )
     parser.add_argument(
         "--names",

@@ -9,8 +9,8 @@ group.
 What it is: detect the source's format (`detect_format.py`), check that the target's can hold it
 (`targets.py`), verify the source's hashes, write beside the target, sync, rename
 (`output_path.py`), open the output again and compare the two (`check_export.py`).
-What it costs: memory for blocks of rows, in some formats for one tensor; time for reading and
-writing once, for hashing a step folder before, and for the comparison, which reads both again.
+What it costs: memory for blocks of rows; time for reading and writing once, for hashing a step
+folder before, and for the comparison, which reads both again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from titanlite.tools.formats.check_export import (
     compare_tensors,
 )
 from titanlite.tools.formats.detect_format import open_full_state
-from titanlite.tools.formats.export import Export, Options
+from titanlite.tools.formats.export import DTYPES, Export, Options
 from titanlite.tools.formats.full_state import FullState, FullTensor
 from titanlite.tools.formats.intact import require_intact
 from titanlite.tools.formats.output_path import (
@@ -104,6 +104,11 @@ def _format_of(target: Path, options: Options) -> Target:
 
     Raises ConfigError if there is none, or for an option that it does not have.
     """
+    if options.to == "gguf" or target.suffix == ".gguf":
+        raise ConfigError(
+            f"{target}: GGUF files are not written; llama.cpp's convert_hf_to_gguf.py makes one of "
+            "the folder that --to hf writes"
+        )
     by_suffix = {suffix: form for form in TARGETS.values() for suffix in form.suffixes}
     if options.to and options.to not in TARGETS:
         raise ConfigError(
@@ -120,10 +125,9 @@ def _format_of(target: Path, options: Options) -> Target:
             f"expected another target, or --to {named.name}"
         )
     dtype = options.dtype
-    if dtype and dtype not in form.dtypes:
+    if dtype and dtype not in DTYPES:
         raise ConfigError(
-            f"--dtype {dtype}{suggestion(dtype, list(form.dtypes))}; "
-            f"allowed in {form.name}: {', '.join(form.dtypes)}"
+            f"--dtype {dtype}{suggestion(dtype, list(DTYPES))}; allowed: {', '.join(DTYPES)}"
         )
     names = options.names
     if names and names not in form.generations:
@@ -245,7 +249,7 @@ def _problems(export: Export, result: FullState, form: Target) -> tuple[list[str
     state = export.state
 
     def rounded(tensor: FullTensor, rows: Tensor) -> Tensor:
-        return form.rounded(export, tensor, rows)
+        return rows.to(export.dtype_of(tensor))
 
     with progress_bar(result.nbytes(export.full), "comparing") as bar:
         problems = compare_tensors(state, result, rounded, export.full, bar.update)

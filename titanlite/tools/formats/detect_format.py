@@ -20,7 +20,6 @@ from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
 from titanlite.tools.formats import (
     adapters,
-    gguf_reader,
     huggingface,
     peft,
     state_dicts,
@@ -40,7 +39,11 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 READABLE = (
     "a run's or a step's folder, a stock DCP folder (.metadata), a Hugging Face folder "
     "(config.json), a .safetensors file or folder (also of shards that DCP's "
-    "HuggingFaceStorageWriter wrote), a GGUF file, or a file of torch.save"
+    "HuggingFaceStorageWriter wrote), or a file of torch.save"
+)
+FROM_GGUF = (
+    "is a GGUF file, which is not read; transformers makes a Hugging Face folder of it: see GGUF "
+    "in docs/models.md"
 )
 
 
@@ -223,7 +226,7 @@ def _open(path: Path, step: int | None) -> FullState:
         )
     gguf_files = sorted(path.glob("*.gguf"))
     if gguf_files:
-        raise ConfigError(f"{path}: has GGUF files; give the file, as {gguf_files[0]}")
+        raise ConfigError(f"{gguf_files[0]}: {FROM_GGUF}")
     if any(path.glob("consolidated.*.pth")):
         raise ConfigError(
             f"{path}: a model folder of Meta; the same weights are published as a folder of "
@@ -246,7 +249,7 @@ def _open_file(path: Path) -> FullState:
     with path.open("rb") as file:
         start = file.read(4)
     if start == b"GGUF":
-        return gguf_reader.open_file(path)
+        raise ConfigError(f"{path}: {FROM_GGUF}")
     if start == b"PK\x03\x04":
         return state_dicts.open_torch_file(path)
     if path.suffix == ".safetensors":

@@ -20,7 +20,6 @@ from titanlite.tools.formats.full_state import FullState, FullTensor, half_split
 from titanlite.tools.formats.selection import Selection
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-Q8_0 = "q8_0"  # GGUF's 8-bit integers, 32 with one scale
 SHARD_SIZE = 5_000_000_000  # bytes
 
 
@@ -29,7 +28,7 @@ class Options(Selection):
     """Which weights `convert` reads from its source, and how it writes its target."""
 
     to: str = ""  # a name in `targets.TARGETS`; empty: by the target's suffix
-    dtype: str = ""  # of the weights: bf16, fp16, fp32, for gguf also q8_0; empty: the source's
+    dtype: str = ""  # of the weights: bf16, fp16, fp32; empty: the source's
     full: bool = False  # also optimizer and training state
     shard_size: int = 0  # bytes per file of a format with several; 0: SHARD_SIZE
     names: str = ""  # of dcp: whose names of the parameters; empty: those of torchtitan 0.3
@@ -59,8 +58,7 @@ class Export:
 
     def __init__(self, state: FullState, options: Options) -> None:
         self.state = state
-        self.dtype = DTYPES.get(options.dtype)  # None: the source's, or q8_0
-        self.q8 = options.dtype == Q8_0
+        self.dtype = DTYPES.get(options.dtype)  # None: the source's
         self.full = options.full
         self.names = options.names
         self.shard_size = options.shard_size or SHARD_SIZE
@@ -88,7 +86,7 @@ class Export:
         dtype = self.dtype_of(tensor)
 
         def blocks() -> Iterator[Tensor]:
-            yield self.examine(name, tensor.read(number, number + 1)[0].to(dtype))
+            yield self._examine(name, tensor.read(number, number + 1)[0].to(dtype))
 
         return Outgoing(dtype, tensor.shape[1:], blocks)
 
@@ -102,11 +100,11 @@ class Export:
         def blocks() -> Iterator[Tensor]:
             for block in tensor.blocks(head_dim or 1):
                 ordered = half_split(block, head_dim) if head_dim else block
-                yield self.examine(name, ordered.to(dtype))
+                yield self._examine(name, ordered.to(dtype))
 
         return Outgoing(dtype, tensor.shape, blocks)
 
-    def examine(self, name: str, block: Tensor) -> Tensor:
+    def _examine(self, name: str, block: Tensor) -> Tensor:
         """Returns the block after checking and counting it.
 
         It is checked as it is written: a number too large for fp16 becomes infinity, for example.
@@ -118,8 +116,5 @@ class Export:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors as written; for q8_0 an upper bound: 34 bytes for 32 numbers of 2 or
-        4 bytes.
-        """
-        whole = sum(tensor.nbytes for tensor in (*self.model.values(), *self.others.values()))
-        return whole * 34 // 64 if self.q8 else whole
+        """Bytes of all tensors as written."""
+        return sum(tensor.nbytes for tensor in (*self.model.values(), *self.others.values()))

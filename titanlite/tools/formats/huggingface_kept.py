@@ -72,10 +72,10 @@ def end_tokens(state: FullState, tokenizer: Tokenizer) -> list[int]:
     was_trained = bool(state.about.data)
     if not was_trained and (GENERATION in kept or CONFIG in kept):
         return ends
-    return list(dict.fromkeys([*ends, tokenizer.eos, *answer_end(state, tokenizer)]))
+    return list(dict.fromkeys([*ends, tokenizer.eos, *_answer_end(state, tokenizer)]))
 
 
-def answer_end(state: FullState, tokenizer: Tokenizer) -> list[int]:
+def _answer_end(state: FullState, tokenizer: Tokenizer) -> list[int]:
     """The token with which the chat template ends an answer; none without a template."""
     content = state.about.files.get(TEMPLATE_FILE)
     if content is None:

@@ -1,5 +1,4 @@
-"""A tokenizer in the files of other software: tokenizer.json, and the lists of tokens and merges of
-a GGUF file.
+"""A tokenizer in the files of Hugging Face's software, tokenizer.json and tokenizer_config.json.
 
 What it is: a tokenizer that was read from a tokenizer.json is written as it was; for one of a rank
 file, the list of merges is every pair of tokens that makes a token, by the rank of what it makes.
@@ -30,7 +29,6 @@ from titanlite.tokenizer.tokenizer_json import (
     RANK_FILE,
     TEMPLATE_FILE,
     VOCAB_FILE,
-    of_template,
 )
 from titanlite.tokenizer.vocab_and_merges import byte_level, split, template
 
@@ -70,7 +68,11 @@ def companions_in(folder: Path) -> dict[str, bytes]:
 
 def to_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, bytes]:
     """tokenizer.json and tokenizer_config.json that encode as `tokenizer`."""
-    main, config = _parsed(tokenizer) or (_main(tokenizer), _names(tokenizer))
+    if RANK_FILE in tokenizer.files:
+        main = _main(tokenizer)
+        config = _names(tokenizer)
+    else:
+        main, config = (parse_json(tokenizer.files[name]) for name in JSON_FILES)
     config |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": seq_len,
@@ -79,35 +81,6 @@ def to_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, bytes]:
     }
     texts = [json.dumps(value, ensure_ascii=False, indent=1) + "\n" for value in (main, config)]
     return {name: text.encode() for name, text in zip(JSON_FILES, texts, strict=True)}
-
-
-def merge_list(tokenizer: Tokenizer) -> list[str]:
-    """The merges of a tokenizer in order, as `first second`."""
-    main, _ = _parsed(tokenizer) or (None, None)
-    if main is None:
-        return [f"{to_text(a)} {to_text(b)}" for a, b in merges_of(tokenizer.tokens)]
-    return [
-        merge if isinstance(merge, str) else " ".join(merge) for merge in main["model"]["merges"]
-    ]
-
-
-def template_adds(tokenizer: Tokenizer) -> tuple[bool, bool]:
-    """Whether `transformers` and llama.cpp add bos before a text, and whether eos after it."""
-    files = _parsed(tokenizer)
-    if files is None:  # a rank file, of which `_main` says the same
-        return True, False
-    main, _ = files
-    return of_template(main, "bos_token") is not None, of_template(main, "eos_token") is not None
-
-
-def _parsed(tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The objects of its tokenizer.json and tokenizer_config.json; None if it was read from a rank
-    file.
-    """
-    if RANK_FILE in tokenizer.files:
-        return None
-    main, config = (parse_json(tokenizer.files[name]) for name in JSON_FILES)
-    return main, config
 
 
 def _names(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """The formats that `convert` writes: a class for each, and a table of them.
 
-What it is: a class says what distinguishes its format: the suffix that chooses it, the dtypes and
-the training state that it can hold, what it refuses and why, how it is written and read back.
+What it is: a class says what distinguishes its format: the suffix that chooses it, whether it holds
+training state, what it refuses and why, how it is written and read back.
 `convert.py` does the rest, in the same way for all. What a file contains besides tensors makes it
 complete: the model's shape and the tokenizer.
-What it costs: safetensors and GGUF files are written block by block, with one block of rows in
-memory, of a mixture one expert's matrix, and one whole tensor for GGUF, whose package takes no
-less. torch.save and DCP take whole tensors, which lie in a scratch file first (`scratch.py`).
+What it costs: safetensors files are written block by block, with one block of rows in memory, of a
+mixture one expert's matrix. torch.save and DCP take whole tensors, which lie in a scratch file
+first (`scratch.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from titanlite.checkpoint import manifest as manifests
@@ -39,8 +38,6 @@ from titanlite.tokenizer.tokenizer_json import (
     TEMPLATE_FILE,
 )
 from titanlite.tools.formats import (
-    gguf_file,
-    gguf_reader,
     huggingface,
     huggingface_config,
     huggingface_kept,
@@ -48,8 +45,8 @@ from titanlite.tools.formats import (
     torchtitan_names,
 )
 from titanlite.tools.formats.detect_format import open_adapter, open_full_state
-from titanlite.tools.formats.export import DTYPES, Q8_0, Export, Options, Outgoing
-from titanlite.tools.formats.full_state import ORIGIN, FullState, FullTensor
+from titanlite.tools.formats.export import Export, Options, Outgoing
+from titanlite.tools.formats.full_state import ORIGIN, FullState
 from titanlite.tools.formats.huggingface_tokenizer import files_of, to_files
 from titanlite.tools.formats.model_card import CARD, model_card
 from titanlite.tools.formats.output_path import write_small_files
@@ -67,7 +64,6 @@ class Target:
     name = ""
     suffixes: tuple[str, ...] = ()  # of the target's path, where --to is left out
     generations: tuple[str, ...] = ()  # allowed with --names, the default first
-    dtypes: tuple[str, ...] = tuple(DTYPES)
     holds_training = False  # also optimizer and training state, with --full
     needs_model = True  # tensors of a model whose shape is not known are refused
     needs_scratch = False  # twice the disk space
@@ -92,10 +88,6 @@ class Target:
         result = open_full_state(path)
         result.about.model = result.about.model or model
         return result
-
-    def rounded(self, export: Export, tensor: FullTensor, rows: Tensor) -> Tensor:
-        """Rounds rows of the source as the target does."""
-        return rows.to(export.dtype_of(tensor))
 
     def has_half_split(self, model: LlamaConfig) -> bool:
         """Whether rows of wq and wk lie in Hugging Face's order."""
@@ -181,7 +173,8 @@ class Dcp(Target):
             with warnings.catch_warnings():  # that there is one process, which is meant
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
                 dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
-        _sync(path / ".metadata")  # torch 2.13 syncs it before it has written all of it
+        with (path / ".metadata").open("rb") as index:
+            os.fsync(index.fileno())  # torch 2.13 syncs it before it has written all of it
         write_small_files(path, _shape_and_tokenizer(export.state) | _origin_file(export.state))
 
 
@@ -307,36 +300,6 @@ class HuggingFace(Target):
         write_small_files(path, files)
 
 
-class Gguf(Target):
-    """llama.cpp's file."""
-
-    name = "gguf"
-    suffixes = (".gguf",)
-    dtypes = (*DTYPES, Q8_0)
-
-    def has_half_split(self, model: LlamaConfig) -> bool:
-        return gguf_file.architecture_of(model) != "llama"
-
-    def check(self, export: Export) -> None:
-        state = export.state
-        gguf_file.architecture_of(state.model)
-        _require_parameters(state)
-        tokenizer = _fitting_tokenizer(state)
-        if tokenizer is not None:
-            gguf_file.pre_tokenizer(tokenizer)
-
-    def write(self, path: Path, export: Export) -> None:
-        gguf_file.write(path, export, _length(export.state))
-        _sync(path)
-
-    def read_back(self, path: Path, model: LlamaConfig | None) -> FullState:
-        assert model is not None
-        return gguf_reader.read_back(path, model)
-
-    def rounded(self, export: Export, tensor: FullTensor, rows: Tensor) -> Tensor:
-        return gguf_file.rounded(tensor, rows, export.dtype, export.q8)
-
-
 class Peft(Target):
     """The adapters of a run with `lora.rank` > 0, without their model, as PEFT's folder."""
 
@@ -378,7 +341,7 @@ class Peft(Target):
         return open_adapter(path, model)
 
 
-ALL = (Titanlite(), Dcp(), Safetensors(), Torch(), HuggingFace(), Gguf(), Peft())
+ALL = (Titanlite(), Dcp(), Safetensors(), Torch(), HuggingFace(), Peft())
 TARGETS: dict[str, Target] = {target.name: target for target in ALL}
 
 
@@ -444,12 +407,6 @@ def _tokenizer_files(state: FullState) -> dict[str, bytes]:
 
 def _json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
-
-
-def _sync(path: Path) -> None:
-    """Syncs a file that another library has written."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _torch_save(path: Path, tree: dict[str, Any]) -> None:
