@@ -158,8 +158,8 @@ def log_end(config: Config, script: Path, step: int, texts: list[str]) -> int:
 
 
 def _next_commands(config: Config, script: Path, folder: Path, step: int) -> str:
-    """Writes the commands that generate text with the run's model, or chat with it, and that
-    continue the run.
+    """Writes the commands that generate text with the run's model, or its answer to a question,
+    and that continue the run.
     """
     python = os.path.relpath(sys.executable)
     if shutil.which("python3") == sys.executable:
@@ -179,7 +179,7 @@ def _next_commands(config: Config, script: Path, folder: Path, step: int) -> str
     quoted_folder = shlex.quote(str(folder))
     use = f"{command} generate {quoted_folder} --prompt {shlex.quote(prompt)}"
     if (folder / "checkpoints" / f"step-{step}" / TEMPLATE_FILE).exists():
-        use = f"{command} chat {quoted_folder}"
+        use = f"{command} generate {quoted_folder} --chat 'a question'"
     return (
         f"\nnext:\n  {use}\n"
         f"  {train} {quoted_folder}/config.toml --training.steps={2 * step}    (resumes from here)"

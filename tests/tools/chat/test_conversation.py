@@ -9,8 +9,8 @@ from chats import CHATML, CONVERSATIONS, MARKED
 from messages import refused
 
 from titanlite.tokenizer.tokenizer import Tokenizer
-from titanlite.tools.chat.conversation import ChatEncoder, encode, messages_of
-from titanlite.tools.chat.template import ChatTemplate
+from titanlite.tools.chat.conversation import ChatEncoder, encode, messages_of, question_prompt
+from titanlite.tools.chat.template import PLAIN, ChatTemplate
 from titanlite.tools.formats.huggingface_tokenizer import to_files
 
 
@@ -137,3 +137,39 @@ def test_tokens_that_a_model_writes_itself_are_recognised_in_messages():
     assert special == ["<s>", "<think>", "</s>"]
     text = "".join(piece.text for piece in encoder.pieces(messages) if not piece.special)
     assert text.count("</s>") == 1
+
+
+def test_an_answer_ends_with_the_template_s_token():
+    tokenizer = Tokenizer()
+    chatml = CHATML.replace("<|im_end|>", "<|eot_id|>")
+    _, stops = question_prompt("a", chatml, tokenizer, {})
+    assert stops == {tokenizer.eos, tokenizer.special["<|eot_id|>"]}
+
+
+def test_an_answer_also_ends_where_the_model_s_files_say():
+    """And with the marker of the next turn, if the template has no other end."""
+    tokenizer = Tokenizer()
+    markers = "{% for m in messages %}<|start_header_id|>{{ m.content }}{% endfor %}"
+    kept = {"generation_config.json": {"eos_token_id": [3, 4]}}
+    _, stops = question_prompt("a", markers, tokenizer, kept)
+    assert stops == {tokenizer.eos, 3, 4, tokenizer.special["<|start_header_id|>"]}
+
+
+@pytest.mark.parametrize("name", ["<|eot_id|>", None])
+def test_a_question_begins_with_the_begin_token_of_the_model_s_files(name):
+    tokenizer = Tokenizer()
+    kept = {"tokenizer_config.json": {"bos_token": name, "eos_token": "<|end_of_text|>"}}
+    ids, _ = question_prompt("a", PLAIN, tokenizer, kept)
+    assert tokenizer.decode(ids) == f"{name or ''}Question: a\nAnswer:"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{# nothing #}", "the chat template writes nothing"),
+        ("{{ raise_exception('no such role') }}", "the chat template: no such role"),
+    ],
+)
+def test_a_template_without_text_is_refused(source, reason):
+    with refused(reason):
+        question_prompt("a", source, Tokenizer(), {})

@@ -154,7 +154,7 @@ SOURCES = [source.replace("<|im_end|>", EOS).encode() for source in (CHATML, MAR
 
 
 def use(source: str, messages: list[Message]) -> None:
-    """What `prepare --chat` and `chat` do with a template and a conversation."""
+    """What `prepare --chat` and `generate --chat` do with a template and a conversation."""
     tokenizer = Tokenizer()
     encoder = ChatEncoder(ChatTemplate(source, "", EOS), list(tokenizer.special))
     for prompt in (False, True):

@@ -1,4 +1,4 @@
-"""`--processes 2` of generate, evaluate and chat, as a user starts them: the output of one process,
+"""`--processes 2` of generate and evaluate, as a user starts them: the output of one process,
 and one message if something fails.
 """
 
@@ -44,10 +44,9 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "titanlite", *arguments]
 
 
-def on_two(*arguments: str, typed: str = "") -> subprocess.CompletedProcess:
+def on_two(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         command(*arguments, *TWO),
-        input=typed,
         cwd=ROOT,
         env=environment(),
         capture_output=True,
@@ -63,19 +62,6 @@ def test_a_prompt_is_continued_as_by_one_process(checkpoint, capsys):
     result = on_two(*options)
     assert (result.returncode, result.stdout) == (0, capsys.readouterr().out)
     assert result.stderr.count("\n") == 1
-    assert HALF in result.stderr
-
-
-@pytest.mark.slow
-def test_a_chat_reads_the_terminal_on_rank_0(checkpoint, capsys, monkeypatch):
-    options = ["chat", str(checkpoint), "--max-new-tokens", "12"]
-    answers = []
-    for message in ("hello", "bye"):
-        assert main([*options, "--device", "cpu", "--prompt", message]) == 0
-        answers.append(capsys.readouterr().out)
-    assert answers[0] != answers[1]
-    result = on_two(*options, typed="hello\n/new\nbye\n/exit\nmore\n")
-    assert (result.returncode, result.stdout) == (0, "".join(answers))
     assert HALF in result.stderr
 
 
@@ -124,12 +110,11 @@ def children_of(process: subprocess.Popen) -> list[int]:
     ],
 )
 def test_a_killed_process_and_ctrl_c_end_all(checkpoint, number, code, message):
-    """In a chat whose user says nothing."""
+    """While a text is generated that takes minutes."""
     process = subprocess.Popen(
-        command("chat", str(checkpoint), *TWO),
+        command("generate", str(checkpoint), "--max-new-tokens=100000", "--temperature=0", *TWO),
         cwd=ROOT,
         env=environment(),
-        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

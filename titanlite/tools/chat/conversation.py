@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titanlite.runtime.documents import parse_json
-from titanlite.tokenizer.kept_files import Kept, name_in
+from titanlite.runtime.errors import ConfigError
+from titanlite.tokenizer.kept_files import Kept, name_in, text_ends
 from titanlite.tokenizer.nfc import nfc
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tokenizer.tokenizer_json import JSON_FILES
-from titanlite.tools.chat.answer_end import any_of
+from titanlite.tools.chat.answer_end import any_of, find_answer_end
 from titanlite.tools.chat.template import ChatTemplate, Message, Rendered, TemplateError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -186,6 +187,34 @@ def template_names(tokenizer: Tokenizer, kept: Kept) -> tuple[str, str]:
         name_in(kept, "bos_token", names[tokenizer.bos]),
         name_in(kept, "eos_token", names[tokenizer.eos]),
     )
+
+
+def question_prompt(
+    question: str, source: str, tokenizer: Tokenizer, kept: Kept
+) -> tuple[list[int], set[int]]:
+    """A user's message as the ids of a prompt, and the ids that end its answer.
+
+    These are the ids that end a text, and the special token that the template writes after an
+    answer, or with which it begins the next turn. `source`: the chat template; `kept`: the files of
+    the model's folder (`kept_files.py`).
+
+    Raises ConfigError.
+    """
+    template = ChatTemplate(source, *template_names(tokenizer, kept))
+    special = list(tokenizer.special)
+    encoder = ChatEncoder(template, special, control_tokens(tokenizer))
+    try:
+        pieces = encoder.pieces([{"role": "user", "content": question}], prompt=True)
+        end = find_answer_end(template, special)
+    except TemplateError as error:
+        raise ConfigError(f"the chat template: {error}") from None
+    ids, _ = encode(pieces, tokenizer)
+    if not ids:
+        raise ConfigError("the chat template writes nothing of the question")
+    stops = text_ends(kept, tokenizer.eos)
+    if end is not None:
+        stops.add(tokenizer.special[end.token])
+    return ids, stops
 
 
 def _hide(match: re.Match[str]) -> str:

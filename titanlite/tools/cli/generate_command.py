@@ -26,7 +26,9 @@ PROMPT = "def"
 
 
 def run(argv: list[str]) -> int:
-    """Prints the prompt and its continuation, while rank 0 generates it."""
+    """Prints the prompt and its continuation, or the answer to a question, while rank 0 generates
+    it.
+    """
     options = _options(argv)
     if is_to_start(options):
         return start("generate", argv, options.processes)
@@ -43,18 +45,26 @@ def run(argv: list[str]) -> int:
             f"{full.path}: the sequence length of training is not in the file; set --max-new-tokens"
         )
     tokenizer = tokenizer_of(full, options.tokenizer)
-    prompt = tokenizer.encode_prompt(options.prompt)
+    if options.chat is None:
+        prompt = tokenizer.encode_prompt(options.prompt)
+        stops = stops_of(full, tokenizer)
+        shown = options.prompt
+        rule = tokenizer.prompt_rule()
+    else:
+        prompt, stops = _question(options, full, tokenizer)
+        shown = ""
+        rule = "the question is written by its chat template"
     max_new_tokens = options.max_new_tokens or max(1, full.about.seq_len - len(prompt))
     length = len(prompt) + max_new_tokens
     shared = SharedModel(full, device, length)
     if this_rank() == 0:
-        print(_description(full, shared, tokenizer, length), file=sys.stderr)
-        print(options.prompt, end="", flush=True)
+        print(_description(full, shared, rule, length), file=sys.stderr)
+        print(shown, end="", flush=True)
         tokens = generate(
             shared.model,
             prompt,
             max_new_tokens,
-            stop=stops_of(full, tokenizer),
+            stop=stops,
             temperature=options.temperature,
             top_k=options.top_k,
             seed=options.seed,
@@ -66,8 +76,29 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _description(full: FullState, shared: SharedModel, tokenizer: Tokenizer, length: int) -> str:
-    description = f"{full.path}: {shared.describe()}; {tokenizer.prompt_rule()}"
+def _question(
+    options: argparse.Namespace, full: FullState, tokenizer: Tokenizer
+) -> tuple[list[int], set[int]]:
+    """The ids of --chat, and those that end the answer. Raises ConfigError."""
+    from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
+    from titanlite.tools.chat.conversation import question_prompt
+    from titanlite.tools.chat.find_template import find_template
+    from titanlite.tools.formats.huggingface_kept import kept_of
+
+    if TEMPLATE_FILE in full.about.files:
+        template = full.about.files[TEMPLATE_FILE].decode("utf-8", "replace")
+    else:
+        template = find_template(Path(options.tokenizer or full.path))
+    if not template:
+        raise ConfigError(
+            f"--chat: {full.path} has no chat template; expected one in it or in the folder of "
+            "--tokenizer, or --prompt in place of --chat"
+        )
+    return question_prompt(options.chat, template, tokenizer, kept_of(full))
+
+
+def _description(full: FullState, shared: SharedModel, rule: str, length: int) -> str:
+    description = f"{full.path}: {shared.describe()}; {rule}"
     if length > full.about.seq_len > 0:
         description += (
             f"; the text may exceed the {full.about.seq_len} tokens of a training sequence"
@@ -78,7 +109,7 @@ def _description(full: FullState, shared: SharedModel, tokenizer: Tokenizer, len
 def _options(argv: list[str]) -> argparse.Namespace:
     parser = StrictParser(
         prog="titanlite generate",
-        description="Sample text from a checkpoint.",
+        description="Sample text from a checkpoint, or its answer to a question.",
     )
     parser.add_argument(
         "path",
@@ -87,7 +118,11 @@ def _options(argv: list[str]) -> argparse.Namespace:
         help="a run folder (its newest checkpoint), or any format that `convert` reads",
     )
     add_checkpoint_options(parser)
-    parser.add_argument("--prompt", default=PROMPT, help=f"text to continue; default: {PROMPT}")
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument("--prompt", default=PROMPT, help=f"text to continue; default: {PROMPT}")
+    given.add_argument(
+        "--chat", metavar="TEXT", help="a question, written by the model's chat template"
+    )
     parser.add_argument(
         "--max-new-tokens",
         type=at_least(int, 0, 10**6),

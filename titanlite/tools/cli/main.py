@@ -72,14 +72,12 @@ COMMANDS = {
         ("learn start ddp", "learn check learn-ddp"),
     ),
     "generate": Command(
-        "CHECKPOINT [--prompt TEXT]",
+        "CHECKPOINT [--prompt|--chat TEXT]",
         "sample text from a checkpoint of any format",
-        ("generate outputs/debug --prompt 'class Test'",),
-    ),
-    "chat": Command(
-        "CHECKPOINT [--prompt TEXT]",
-        "talk to a model in the terminal",
-        ("chat outputs/lora --system 'Answer in one word.'",),
+        (
+            "generate outputs/debug --prompt 'class Test'",
+            "generate outputs/lora --chat 'Who?'",
+        ),
     ),
     "convert": Command(
         "SOURCE TARGET [--to FORMAT]",

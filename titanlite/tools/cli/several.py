@@ -2,8 +2,7 @@
 
 What it is: the command checks its options and starts itself N times, with the launcher's
 `processes.run`: `worker` is what such a process runs. The processes join a process group, and each
-holds 1/N of the weights (`formats/shared_model.py`). Rank 0 reads the terminal and writes the
-results.
+holds 1/N of the weights (`formats/shared_model.py`). Rank 0 writes the results.
 How it ends: all processes find the same mistakes in the input, and rank 0 prints them. A process
 that fails otherwise prints its error, and the launcher ends the others, which print nothing.
 """
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 # Returns freed weights to the system at once. By default glibc keeps much of them, and a process on
 # the CPU would need more memory than one with the whole model.
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-# Seconds that a process waits for the others: rank 0 may wait for what a person types
+# Seconds that a process waits for the others: rank 0 may wait until its text is read
 PATIENCE = 604_800
 
 

@@ -5,7 +5,7 @@ a forward gathers one block at a time and frees it again. So every process must 
 forward of any other one. `SharedModel` arranges that: before a forward a process tells the others,
 and one that has no work left calls `follow`, in which it takes part in the forwards of the others,
 with a single token, until none has work. So processes can have different amounts of work, and only
-rank 0 may have some: for a single prompt, or a chat.
+rank 0 may have some: for a single prompt.
 Why not every process the same work: it would have to decide the same way after each token, on each
 processor, and gain nothing.
 What it costs: 4 N (n-1)/n bytes received per process and forward, for N parameters in fp32, and a
@@ -41,7 +41,7 @@ from titanlite.tools.formats.intact import require_intact
 from titanlite.tools.formats.load_weights import fill, load_model, meta_model
 from titanlite.tools.formats.selection import NEWEST, Selection
 
-TIMEOUT = 604_800  # seconds of a collective: others wait while rank 0 waits for what is typed
+TIMEOUT = 604_800  # seconds of a collective: others wait while rank 0's text is read
 
 
 def this_rank() -> int:
