@@ -1,14 +1,136 @@
-"""The reader that follows metrics.jsonl while it grows."""
+"""The files of a run: lines that cannot be written wait; the reader follows metrics.jsonl while it grows."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
+import pytest
 from fuzz_samples import Reader, given, json_lines
+from runs import curve, train_run
 
+from titanlite.observe import line_file
+from titanlite.observe.line_file import LineFile
 from titanlite.observe.metrics_file import RowReader, truncate_after
 from titanlite.sinks.metric_names import scalars
+
+
+def limit_file_size(size: int) -> None:
+    """Makes writes beyond this size fail, after a part has been written, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@contextlib.contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    limit_file_size(size)
+    try:
+        yield
+    finally:
+        limit_file_size(resource.RLIM_INFINITY)
+
+
+@pytest.fixture
+def messages(monkeypatch):
+    """What is logged."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    monkeypatch.setattr(line_file.logger, "handlers", [handler])
+    before = line_file.logger.level
+    line_file.logger.setLevel(logging.INFO)
+    yield records
+    line_file.logger.setLevel(before)
+
+
+def test_lines_wait_until_there_is_room(tmp_path, messages):
+    file = LineFile(tmp_path / "lines")
+    file.append("a" * 50)
+    with full_disk(100):
+        file.append("b" * 80)
+        file.append("c")
+        assert file.path.read_text() == "a" * 50 + "\n"
+    file.append("d")
+    assert file.path.read_text().split() == ["a" * 50, "b" * 80, "c", "d"]
+    assert [record.levelname for record in messages] == ["WARNING", "INFO"]
+    assert str(file.path) in messages[0].getMessage()
+
+
+def test_a_pipe_is_not_waited_for(tmp_path, messages):
+    file = LineFile(tmp_path / "lines")
+    os.mkfifo(file.path)
+    file.append("a")
+    reader = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK)
+    file.append("b" * 1_000_000)  # more than a pipe holds
+    os.close(reader)
+    file.path.unlink()
+    file.append("c")
+    assert file.path.read_text().split() == ["a", "b" * 1_000_000, "c"]
+    assert [record.levelname for record in messages] == ["WARNING", "INFO"]
+
+
+def test_only_so_many_lines_wait(tmp_path, messages, monkeypatch):
+    monkeypatch.setattr(line_file, "MAX_WAITING", 3)
+    file = LineFile(tmp_path / "absent/lines")
+    for line in "abcde":
+        file.append(line)
+    file.path.parent.mkdir()
+    file.append("f")
+    assert file.path.read_text() == "d\ne\nf\n"
+
+
+def train_on_a_full_disk(arguments: list[str]) -> int:
+    """Nothing can be written from step 3 to step 5."""
+    from titanlite.data.stream import TrainStream
+
+    original, sizes = TrainStream.next_step, {3: 1, 5: resource.RLIM_INFINITY}
+    steps = iter(range(1, 1_000_000))
+
+    def next_step(stream):
+        if (step := next(steps)) in sizes:
+            limit_file_size(sizes[step])
+        return original(stream)
+
+    with mock.patch.object(TrainStream, "next_step", next_step):
+        return train_run(arguments)
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_no_run_and_no_line_is_missing(pool, arguments, tmp_path):
+    assert pool.run(1, train_on_a_full_disk, [*arguments, "--validation.freq=0"]) == [0]
+    assert list(curve(tmp_path / "debug")) == [1, 2, 3, 4, 5, 6]
+    log = (tmp_path / "debug/log.txt").read_text()
+    for text in (
+        "step 3/6",
+        "step 4/6",
+        "metrics.jsonl: File too large",
+        "metrics.jsonl is written again",
+    ):
+        assert log.count(text) == 1, log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["metrics.jsonl", "log.txt", "config.toml"])
+def test_a_folder_in_the_place_of_a_file_is_one_error(pool, arguments, tmp_path, name):
+    (tmp_path / "debug" / name).mkdir(parents=True)
+    with pytest.raises(AssertionError, match=rf"ConfigError: .*{name}.*Is a directory"):
+        pool.run(2, train_run, arguments)
+
+
+def test_a_damaged_metrics_file_does_not_hinder_a_resume(pool, arguments, tmp_path):
+    assert pool.run(1, train_run, [*arguments, "--training.steps=3"]) == [0]
+    path = Path(tmp_path / "debug/metrics.jsonl")
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(
+        b"\n".join([*lines[:-1], b'{"step": 2, "loss": "\xff"}', b"5", b"[" * 100_000, b""])
+    )
+    assert pool.run(1, train_run, arguments) == [0]
+    assert list(curve(tmp_path / "debug")) == [1, 2, 3, 4, 5, 6]
 
 
 def line(step: int, **more) -> str:

@@ -1,4 +1,4 @@
-"""A part is a function of the job and its number; what fails leaves no file behind."""
+"""A part is a function of the job and its number, its shards complete or absent; what fails leaves no file."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import pytest
 from messages import refused
 from preparing import TOKENIZER, documents_of, prepared, write_datatrove
 
+from titanlite.data.prepared_manifest import token_dtype
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.duplicates import KEPT, decide_duplicates, hash_document, hashes_path
 from titanlite.tools.prepare.job import File, Job
 from titanlite.tools.prepare.part import record_path, tokenise_part
+from titanlite.tools.prepare.shard_writer import ShardWriter
 
 
 def job_of(path: Path, kind: str, split: str, **settings: object) -> Job:
@@ -153,3 +155,26 @@ def test_the_sizes_of_tokens_are_looked_up_once_for_a_part(tmp_path):
         len(f"document {document}") for document in range(30)
     )
     assert tokenizer.reads == 1
+
+
+def test_the_entry_describes_the_files(tmp_path):
+    writer = ShardWriter(tmp_path, "train", 3, token_dtype(100), masked=True)
+    for count in (3, 10):
+        writer.begin_document()
+        writer.write([1], targets=False)
+        writer.write(list(range(count)))
+    assert not list(tmp_path.glob("*.bin"))
+    entry = writer.finish()
+    assert (entry["tokens"], entry["documents"]) == (15, 2)
+    for part in (entry, entry["starts"], entry["mask"]):
+        assert part["sha256"] == hashlib.sha256((tmp_path / part["file"]).read_bytes()).hexdigest()
+    assert np.fromfile(tmp_path / "train-00003.starts.bin", "<u8").tolist() == [0, 4]
+    mask = np.unpackbits(np.fromfile(tmp_path / "train-00003.mask.bin", np.uint8), count=15)
+    assert mask.tolist() == [0, 1, 1, 1, 0] + [1] * 10
+
+
+def test_what_is_discarded_leaves_nothing(tmp_path):
+    writer = ShardWriter(tmp_path, "train", 0, token_dtype(100), masked=True)
+    writer.write([1, 2, 3])
+    writer.discard()
+    assert not list(tmp_path.iterdir())
