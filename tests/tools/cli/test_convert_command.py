@@ -49,7 +49,7 @@ MISTAKES = {
     "full model": (["S", "T", "--to", "hf", "--full"], "hf holds a model only"),
     "a text file": (
         ["E.pt", "T", "--to", "hf"],
-        "neither a zip archive of torch.save (older files",
+        "neither a zip archive of torch.save nor a .safetensors file",
     ),
     "another flavor": (["X.pt", "T", "--to", "hf", "--model", "debgu"], "did you mean debug?"),
     "another's shape": (

@@ -188,16 +188,6 @@ def test_a_large_transposed_matrix_is_read_once(tmp_path, monkeypatch):
         assert torch.equal(torch.cat(list(full.tensors[name].blocks())), tensor)
 
 
-def test_weights_of_older_hugging_face_folders_are_named(tmp_path, capsys):
-    (tmp_path / "config.json").write_text("{}")
-    torch.save({}, tmp_path / "pytorch_model.bin")
-    assert main(["convert", str(tmp_path), str(tmp_path.with_name("b")), "--to", "torch"]) == 2
-    assert (
-        "has its weights in .bin files; have transformers write them as saf"
-        in capsys.readouterr().err
-    )
-
-
 def test_other_formats_can_be_compared_but_not_verified(tmp_path, capsys):
     run = make_run(tmp_path, 7)
     convert(run, tmp_path / "hf", Options("hf"), log=quiet)

@@ -164,12 +164,6 @@ def test_the_last_shard_is_missed_by_the_model(folder, tmp_path):
         )
 
 
-def test_what_was_not_consolidated_is_named(folder, tmp_path):
-    shutil.copytree(folder / "consolidated/sharded", tmp_path / "sharded")
-    with pytest.raises(ConfigError, match=rf"not consolidated; give {tmp_path / 'sharded'}"):
-        open_full_state(tmp_path)
-
-
 def shard(folder: Path, number: int, tensor: torch.Tensor, saved: Any = (0, 0)) -> Path:
     """A shard of "norm.weight". `saved`: its offsets, or the whole text."""
     text = saved if type(saved) is str else json.dumps({"norm.weight": {"saved_offsets": saved}})

@@ -110,7 +110,7 @@ DAMAGED = {
     "one more": (GATE.format(4), "is not a parameter of this model"),
     "other shape": (GATE.format(3), "(23, 48)", "(24, 48)", "expected the same"),
     "other dtype": (GATE.format(3), "torch.bfloat16", "expected the same"),
-    "shared expert": ("mlp.shared_expert.up_proj.weight", "which has no shared expert"),
+    "shared expert": ("mlp.shared_expert.up_proj.weight", "is not a parameter of this model"),
     "twice": ("'layers.1.feed_forward.experts.w2.weight' twice", "expected one of them"),
 }
 

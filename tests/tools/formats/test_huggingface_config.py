@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import inspect
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,6 @@ from titanlite.tools.formats.convert import Options, convert
 from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.huggingface_config import (
     CLASSES,
-    SHARED_EXPERT,
-    SIGMOID_ROUTER,
     UNCHANGED,
     from_config,
     to_config,
@@ -244,20 +241,9 @@ def test_absent_fields_of_a_mixture_have_the_defaults_of_its_class(tmp_path, fam
     assert second.frequencies == pytest.approx(first.frequencies)
 
 
-@pytest.mark.parametrize("family", sorted({*SHARED_EXPERT, *SIGMOID_ROUTER}))
-def test_other_mixtures_are_refused_with_the_reason(tmp_path, family):
-    """The reasons are found in transformers' sources."""
-    folder = family.removesuffix("_text")
-    root = Path(transformers.__file__).parent
-    source = (root / f"models/{folder}/modeling_{folder}.py").read_text()
-    reasons = []
-    if re.search(r"self\.shared_(expert|mlp)", source):
-        reasons.append("a shared expert")
-    if re.search(r"(router|routing)\w* = .*sigmoid|router_logits\.sigmoid", source):
-        reasons.append("a sigmoid router")
-    with refused(
-        f"model_type = {family!r}, which has {' and '.join(reasons)}, unlike", "allowed: "
-    ):
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe", None, ["llama"]])
+def test_other_families_are_refused(tmp_path, family):
+    with refused(f"model_type = {family!r}; allowed: 'llama', 'mistral'"):
         from_config(tmp_path, {"model_type": family})
 
 

@@ -208,17 +208,6 @@ def _open(path: Path, step: int | None) -> FullState:
     if weights:
         form = "dcp" if shards else "safetensors"
         return state_dicts.open_folder(path, form, read_folder(path))
-    if shards_of(path / "sharded"):  # HuggingFaceStorageWriter(enable_consolidation=True), ended
-        raise ConfigError(
-            f"{path}: has its weights in the folder sharded only, from which they were not "
-            f"consolidated; give {path / 'sharded'}"
-        )
-    if any(path.glob("pytorch_model*.bin*")):
-        raise ConfigError(
-            f"{path}: has its weights in .bin files; have transformers write them as "
-            "safetensors: "
-            "from_pretrained(...).save_pretrained(...)"
-        )
     if (path / peft.CONFIG).is_file():
         raise ConfigError(
             f"{path}: holds adapters in PEFT's format, and not their model; name the model, and "
@@ -235,8 +224,8 @@ def _open(path: Path, step: int | None) -> FullState:
     torch_files = [file for file in sorted(path.iterdir()) if file.suffix in TORCH_SUFFIXES]
     if torch_files:
         raise ConfigError(
-            f"{path}: not a folder that is read, and has files of torch.save; give the file, as "
-            f"{torch_files[0]}"
+            f"{path}: has files of torch.save; give the file, as {torch_files[0]}, or have "
+            "transformers write safetensors: from_pretrained(...).save_pretrained(...)"
         )
     if any((path / name).exists() for name in ("config.json", "model.json")):
         raise CorruptCheckpoint(
@@ -255,7 +244,5 @@ def _open_file(path: Path) -> FullState:
     if path.suffix == ".safetensors":
         return state_dicts.open_safetensors_file(path)
     raise ConfigError(
-        f"{path}: neither a zip archive of torch.save (older files: load and save them with "
-        "torch >= 1.6) nor a "
-        f".safetensors file; expected {READABLE}"
+        f"{path}: neither a zip archive of torch.save nor a .safetensors file; expected {READABLE}"
     )

@@ -51,12 +51,6 @@ EPSILONS = {"mixtral": 1e-5}  # others: 1e-6
 # Mixture of experts -> its class's number of experts, and of experts per token
 EXPERTS = {"qwen3_moe": (128, 8), "mixtral": (8, 2)}
 EXPERT_WIDTH = 768  # Qwen3MoeConfig's; the experts of a Mixtral have its intermediate_size
-# Families with what `model/moe.py` has not
-SHARED_EXPERT = (
-    *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe"),
-    *("llama4", "llama4_text", "qwen2_moe", "qwen3_next"),
-)
-SIGMOID_ROUTER = ("deepseek_v3", "dots1", "glm4_moe", "llama4", "llama4_text", "minimax_m2")
 # Fields that transformers reads for any family, and the value with which they change nothing
 UNCHANGED: dict[str, Any] = {
     "attention_chunk_size": None,
@@ -321,11 +315,8 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
     """
     family = fields.get("model_type")
     if family not in tuple(CLASSES):  # it may be of any type, also one without a hash
-        others = {"a shared expert": SHARED_EXPERT, "a sigmoid router": SIGMOID_ROUTER}
-        has = " and ".join(part for part, families in others.items() if family in families)
-        reason = f", which has {has}, unlike titanlite's mixtures" if has else ""
         allowed = ", ".join(map(repr, CLASSES))
-        raise ConfigError(f"{path}: model_type = {family!r:.99}{reason}; allowed: {allowed}")
+        raise ConfigError(f"{path}: model_type = {family!r:.99}; allowed: {allowed}")
     if family in EXPERTS:
         of_mixture = _MixtureFields.__annotations__
         typed(_MixtureFields, {name: fields[name] for name in of_mixture if name in fields})

@@ -20,7 +20,7 @@ from titanlite.runtime.typed_json import typed
 from titanlite.tools.formats.adapters import lora_of, missing_adapters, require_every_adapter
 from titanlite.tools.formats.full_state import About, FullState, reading
 from titanlite.tools.formats.huggingface import LAYER, is_permuted
-from titanlite.tools.formats.safetensors_files import command_from_pickle, read_whole_file
+from titanlite.tools.formats.safetensors_files import read_whole_file
 from titanlite.tools.formats.shape_file import LARGEST
 
 CONFIG = "adapter_config.json"
@@ -123,12 +123,7 @@ def read_folder(folder: Path, model: LlamaConfig) -> FullState:
     if not 0 <= lora["dropout"] < 1:
         problems.append(f"{path}: lora_dropout = {lora['dropout']:g}; expected 0 to below 1")
     if not (folder / WEIGHTS).is_file():
-        problem = f"{folder}: has no {WEIGHTS}, which PEFT's save_pretrained writes"
-        pickled = folder / "adapter_model.bin"
-        if pickled.is_file():
-            problem += f"; this makes it of {pickled.name}: "
-            problem += command_from_pickle(pickled, folder / WEIGHTS)
-        problems.append(problem)
+        problems.append(f"{folder}: has no {WEIGHTS}, which PEFT's save_pretrained writes")
     if problems:
         raise ConfigError(problems)
     stored, _ = read_whole_file(folder / WEIGHTS)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,17 +41,6 @@ LARGEST_HEADER = 1 << 24
 LARGEST_SIZE = 1 << 62  # a dimension; torch's own limit is twice this
 SHARDS = "shard-*.safetensors"
 ZIP = b"PK\x03\x04"
-
-
-def command_from_pickle(source: Path, target: Path) -> str:
-    """The command that writes the tensors of a file of torch.save as a safetensors file."""
-    program = (
-        "import torch; from safetensors.torch import save_file; "
-        f"tensors = torch.load({json.dumps(str(source))}, weights_only=True); "
-        "tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}; "
-        f"save_file(tensors, {json.dumps(str(target))})"
-    )
-    return f"python -c {shlex.quote(program)}"
 
 
 def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:

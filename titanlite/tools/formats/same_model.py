@@ -245,24 +245,12 @@ def tensor_problems(
             "Llama's parameter"
         ]
     problems = _mismatches(path, tensors, shapes)
-    is_mixture = any(".experts." in name for name in shapes)
-    problems += [
-        f"{path}: {name[:200]!r} is not a parameter of this model{_reason(name, is_mixture)}"
-        for name in unknown
-    ]
+    for name in unknown:
+        problem = f"{path}: {name[:200]!r} is not a parameter of this model"
+        if name in ("output.weight", "lm_head.weight"):
+            problem += ", whose embeddings are tied, and not a copy of its embedding"
+        problems.append(problem)
     return _first_ones(path, problems)
-
-
-def _reason(name: str, is_mixture: bool) -> str:
-    if name in ("output.weight", "lm_head.weight"):
-        return ", whose embeddings are tied, and not a copy of its embedding"
-    if ".shared_expert" in name:
-        return ", which has no shared expert"
-    if ".experts." in name and not is_mixture:
-        return ", which has no mixture of experts"
-    if name.endswith(".bias"):
-        return ", which has no biases"
-    return ""
 
 
 def mismatches(path: Path, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

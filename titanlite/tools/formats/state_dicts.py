@@ -2,7 +2,7 @@
 
 What it is: such a file knows nothing of models. Its names become those of titanlite's parameters,
 whatever wrapper or trainer saved them; training state is set apart; names of other software are
-refused with advice. The model's shape, the tokenizer, step and trained length come from small files
+refused. The model's shape, the tokenizer, step and trained length come from small files
 or entries beside the tensors, if there are any.
 What it costs: small files are read, and no tensor.
 """
@@ -22,7 +22,7 @@ from titanlite.tokenizer.tokenizer_json import MAX_JSON_FILE
 from titanlite.tools.formats import torchtitan_names
 from titanlite.tools.formats.full_state import ORIGIN, About, FullState, FullTensor
 from titanlite.tools.formats.huggingface_tokenizer import companions_in, tokenizer_in
-from titanlite.tools.formats.safetensors_files import WHOLE, command_from_pickle, read_whole_file
+from titanlite.tools.formats.safetensors_files import read_whole_file
 from titanlite.tools.formats.same_model import without_tables
 from titanlite.tools.formats.shape_file import sequence_length
 from titanlite.tools.formats.step_folder import model_of
@@ -30,36 +30,21 @@ from titanlite.tools.formats.torch_file import Tree, read_tree
 
 TORCH_KEYS = ("model", "state_dict", "model_state_dict")  # of a state dict within a dict
 ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.")  # of the model's parameter names
-OTHERS = {  # whose names -> parts of them that no name of ours has; the first that fits is named
-    "torchtune's": (
-        ".sa_norm.",
-        ".attn.q_proj.",
-        ".attn.k_proj.",
-        ".attn.v_proj.",
-        ".attn.output_proj.",
-        ".mlp.w1.",
-        ".mlp.w2.",
-        ".mlp.w3.",
-    ),
-    "PEFT's": ("base_model.model.",),
-    "litgpt's": (".attn.qkv.", ".attn.attn.", ".norm_1.", ".mlp.fc_1."),
-    "GPT-2's": ("transformer.h.", "transformer.wte.", ".attn.c_attn.", ".mlp.c_fc."),
-    "GPT-NeoX's": ("gpt_neox.",),
-    "Megatron's": (".self_attention.linear_", ".mlp.linear_fc"),
-    "Hugging Face's": ("embed_tokens.", ".self_attn.", ".mlp.", "lm_head."),
-}
-ADVICE = {
-    "torchtune's": (
-        "torchtune's FullModelHFCheckpointer writes a folder of Hugging Face, and adapters for "
-        "PEFT, which titanlite convert MODEL TARGET --adapter {folder} adds to a model"
-    ),
-    "PEFT's": "titanlite convert MODEL TARGET --adapter {folder} adds these adapters to a model",
-    "litgpt's": (
-        "litgpt convert_from_litgpt {folder} OUT writes OUT/model.pth with Hugging Face's names; "
-        "then cp {folder}/config.json OUT, and titanlite convert OUT/model.pth names the last step"
-    ),
-    "Hugging Face's": "give a folder with config.json and safetensors files",
-}
+# Parts of names of other software that no name of ours has
+FOREIGN = (
+    "base_model.model.",
+    "embed_tokens.",
+    "gpt_neox.",
+    "lm_head.",
+    "transformer.h.",
+    "transformer.wte.",
+    ".attn.",
+    ".mlp.",
+    ".norm_1.",
+    ".sa_norm.",
+    ".self_attention.linear_",
+    ".self_attn.",
+)
 # What a run saves besides parameters
 TRAINING = (
     "optimizer.",
@@ -176,7 +161,7 @@ def by_our_names(path: Path, stored: dict[str, FullTensor], about: About) -> Ful
         plain = torchtitan_names.from_newer(path, plain)
     elif about.model is None:
         torchtitan_names.warn_of_order(path, plain)
-    _require_ours(path, about.format, plain)
+    _require_ours(path, plain)
     root = ""
     training = set[str]()
     is_dcp = about.format == "dcp"
@@ -201,21 +186,15 @@ def by_our_names(path: Path, stored: dict[str, FullTensor], about: About) -> Ful
     return FullState(path, about, model, others)
 
 
-def _require_ours(path: Path, form: str, plain: dict[str, FullTensor]) -> None:
+def _require_ours(path: Path, plain: dict[str, FullTensor]) -> None:
     """Raises ConfigError for names of other software, and where nothing is a parameter."""
-    for software, marks in OTHERS.items():
-        foreign = [name for name in plain if any(mark in name for mark in marks)]
-        if not foreign:
-            continue
-        advice = ADVICE.get(
-            software, "titanlite reads Llama models, with its own or Hugging Face's names"
+    foreign = [name for name in plain if any(mark in name for mark in FOREIGN)]
+    if foreign:
+        raise ConfigError(
+            f"{path}: has a tensor named {foreign[0]!r}; expected names as "
+            "layers.0.attention.wq.weight, a folder of Hugging Face's (config.json, safetensors "
+            "files), or PEFT's folder with --adapter"
         )
-        folder = path.parent if path.is_file() else path
-        advice = advice.format(folder=folder)
-        if software == "Hugging Face's" and form == "torch":
-            command = command_from_pickle(path, folder / WHOLE)
-            advice += f"; with config.json in {folder}, this writes the other file there: {command}"
-        raise ConfigError(f"{path}: has {software} names ({foreign[0]!r}); {advice}")
     if plain and all(name.startswith(TRAINING) for name in plain):
         raise ConfigError(
             f"{path}: holds only training state; name the folder that also has the model's files"
