@@ -173,7 +173,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
         lambda f: read_model(str(f / "x"), NOTHING),
     ),
     "metrics.jsonl": (lambda f: (f / "x").write_bytes(b""), lambda f: truncate_after(f / "x", 3)),
-    ".proven": (lambda f: (f / PROVEN).write_bytes(b"3"), read_proof),
+    ".proven": (lambda f: (f / PROVEN).write_bytes(b"{}"), read_proof),
     DIVERGED: (lambda f: (f / DIVERGED).write_bytes(b'{"rollbacks": []}'), read_record),
     "log.txt": (lambda f: (f / "x").write_bytes(b""), lambda f: log_to_file(f / "x")),
 }

@@ -104,7 +104,7 @@ def test_samples_of_the_record_and_of_a_checkpoint_are_excluded(tmp_path):
     assert stream.order.excluded == [(8, 16), (32, 40)]
     manifest = write_excluded(tmp_path, checkpointer.files()[EXCLUDED])
     assert read_excluded(tmp_path, manifest) == [(8, 16), (32, 40)]
-    assert read_excluded(tmp_path, SimpleNamespace(files={})) == []  # of an older version
+    assert read_excluded(tmp_path, SimpleNamespace(files={})) == []
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_a_model_that_computes_otherwise_is_refused(tmp_path, older):
     saved = dataclasses.asdict(Config())
     group = {"pattern": "norm.*", "lr": None, "weight_decay": 0.0}
     config["optimizer"]["groups"] = [group]
-    saved["optimizer"]["groups"] = [group | {"lr": -1.0}] if older else [group]  # absent, as before
+    saved["optimizer"]["groups"] = [group]
     manifest = Manifest(1, True, "", "", {}, saved, "", None, entries, {})
     section = CheckpointConfig()
 

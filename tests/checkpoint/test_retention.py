@@ -115,8 +115,6 @@ def test_the_record_is_read_as_it_was_written(tmp_path):
     assert read_proof(tmp_path) == Proof(15, 10, 2.5, 2.75)
     folder.go_back(5)  # the user may know better
     assert read_proof(tmp_path) == Proof(5, 5)
-    (tmp_path / PROVEN).write_text("7")  # of an older version
-    assert read_proof(tmp_path) == Proof(7, 7)
 
 
 @pytest.mark.parametrize(

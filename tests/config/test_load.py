@@ -13,7 +13,7 @@ from messages import assert_mentions, refused
 
 from titanlite.config.keys import all_keys
 from titanlite.config.load import flavors, load_config
-from titanlite.config.schema import FROM_CHECKPOINT, Config, ModelConfig
+from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.config.to_toml import to_toml
 from titanlite.model.flavors import FLAVORS, resolve_flavor
 from titanlite.rules.check import check_layout
@@ -281,45 +281,6 @@ def test_harmful_files_are_one_printable_line(tmp_path, text):
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize(
-    ("key", "off", "used", "reason"),
-    [
-        ("checkpoint.trust_pickle", "false", "true", "pickles"),
-        ("dpo.beta", "0.0", "0.1", "TRL"),
-        ("validation.questions", '""', '"q.jsonl"', "lm-eval"),
-        ("validation.answer_tokens", "32", "8", "lm-eval"),
-    ],
-)
-def test_a_key_that_was_removed_is_accepted_where_it_did_nothing(key, off, used, reason, tmp_path):
-    """In the config.toml of older runs."""
-    section, name = key.split(".")
-    path = tmp_path / "old.toml"
-    path.write_text(f"[{section}]\n{name} = {off}\n")
-    load_config([str(path)])
-    path.write_text(f"[{section}]\n{name} = {used}\n")
-    with refused(f"old.toml:2: unknown key {key}; removed:", reason):
-        load_config([str(path)])
-    with refused(f"unknown key {key}; removed:", reason):
-        load_config([f"--{key}={used.strip(chr(34))}"])
-
-
-def test_the_flavor_s_value_is_an_absent_key_also_where_older_configs_say_it(tmp_path):
-    """They wrote 0, -1 or "flavor", and biases as strings; a base may have set the key."""
-    (tmp_path / "base.toml").write_text("[model]\ndim = 64\nqk_norm = true\n")
-    path = tmp_path / "old.toml"
-    path.write_text(
-        'base = "base.toml"\n[model]\ndim = 0\nrope_theta = 0.0\nsliding_window = -1\n'
-        'rope_scaling = "flavor"\nqkv_bias = "true"\nqk_norm = "flavor"\nnum_layers = 3\n'
-    )
-    config = load_config([str(path)])
-    assert config.model == ModelConfig(qkv_bias=True, num_layers=3)
-    assert "dim" not in to_toml(config)
-    (tmp_path / "again.toml").write_text(to_toml(config))
-    assert load_config([str(tmp_path / "again.toml")]) == config
-    with refused("model.dim", "expected an integer"):
-        load_config(["--model.dim=false"])
-
-
 @pytest.mark.slow
 def test_thousands_of_unknown_keys_take_seconds_not_minutes():
     """The time grows with their number, not with its square."""
@@ -332,17 +293,6 @@ def test_thousands_of_unknown_keys_take_seconds_not_minutes():
         seconds.append(time.process_time() - started)
         assert len(caught.value.problems) == count
     assert seconds[1] < 30 * seconds[0]
-
-
-@pytest.mark.parametrize("option", ["run.sample_tokens=0", "run.sample_prompt=def"])
-def test_the_keys_of_a_sample_at_the_end_are_refused_with_the_new_ones(option, toml):
-    key, _, value = option.partition("=")
-    in_file = toml(
-        f"[run]\n{key.removeprefix('run.')} = {value if value == '0' else repr(value)}\n"
-    )
-    for arguments in (["debug", f"--{option}"], [in_file]):
-        (problem,) = problems(*arguments)
-        assert_mentions(problem, f"unknown key {key}", "validation.prompts", "prompt_tokens")
 
 
 def use(config: Config) -> None:

@@ -108,13 +108,6 @@ def test_data_of_another_tokenizer_is_refused(folder):
         PreparedData(folder, Tokenizer())
 
 
-def test_pairs_of_answers_of_an_earlier_version_are_refused(folder):
-    manifest = folder / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"pairs": True}))
-    with refused(str(folder), "pairs of answers", "TRL"):
-        PreparedData(folder, Tokenizer())
-
-
 TOKENIZER = Tokenizer()
 
 
@@ -151,22 +144,13 @@ def edits(manifest: dict) -> dict[str, Callable[[], object]]:
         "bad rows a text": lambda: manifest["rows"].update(bad="none"),
         "an example that is not a text": lambda: manifest["rows"].update(examples=[5]),
         "duplicates a text": lambda: manifest.update(duplicates="5"),
+        "no duplicates": lambda: manifest.pop("duplicates"),
         "no roots": lambda: manifest.pop("roots"),
         "roots a text": lambda: manifest.update(roots="/data"),
         "a root that is not a text": lambda: manifest.update(roots=[None]),
         "a tokenizer without a file": lambda: manifest["tokenizer"].pop("file"),
         "no tokenizer": lambda: manifest.update(tokenizer=None),
     }
-
-
-def test_the_report_of_a_filter_is_passed_over(section, folder):
-    """Earlier versions wrote what their filters had dropped, and no number of duplicates."""
-    path = folder / "manifest.json"
-    manifest = json.loads(path.read_text())
-    del manifest["duplicates"]
-    manifest["filters"] = {"documents": 0, "bytes": 0, "rules": {}}
-    path.write_text(json.dumps(manifest))
-    assert read_manifest(folder) == manifest
 
 
 EDITS = list(edits({"splits": {"train": {"shards": [{"tokens": 0}]}}}))

@@ -179,12 +179,12 @@ def test_changed_sources_are_named_and_later_phases_may_change(pool, mixed, tmp_
         with refused(*expected, f"--checkpoint.accept={key}"):
             resume(changed)
         resume(changed, f"--checkpoint.accept={key}")
-    # A checkpoint from before packing and masks
-    older = {**manifest.config, "data": {"path": ""}}
+    # What the checkpoint's config lacks has its default
+    lacking = {**manifest.config, "data": {"path": ""}}
     with refused(
         "data.packing was split and is best_fit", "data.document_mask was False and is True"
     ):
-        resume(text, of=dataclasses.replace(manifest, config=older))
+        resume(text, of=dataclasses.replace(manifest, config=lacking))
     resume(text)
     resume(
         text.replace("weight = 0.4", "weight = 4")

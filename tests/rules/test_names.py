@@ -67,13 +67,6 @@ def test_the_first_group_that_fits_sets_rate_and_decay(load, name):
     assert found["output.weight"] == pytest.approx((0.05, 0.1))
 
 
-def test_older_runs_wrote_minus_1_for_an_absent_key(load):
-    (group,) = load(
-        '[[optimizer.groups]]\npattern = "*"\nlr = -1.0\nweight_decay = 0\n'
-    ).optimizer.groups
-    assert group == GroupConfig("*", None, 0.0)
-
-
 def test_groups_are_written_and_read_back(load, tmp_path):
     config = load(THREE)
     assert config.optimizer.groups[1] == GroupConfig("layers.*.w?.weight", None, 0.5)

@@ -105,8 +105,6 @@ def save_after_a_step(
     states["ema"].update()
     optimizer.zero_grad()
     state = {name: part.state_dict() for name, part in states.items()}
-    # Earlier versions saved the step twice; loading ignores it
-    state["schedule"] = {"completed": torch.tensor(1)}
     write_step(folder, 1, state, {"note.txt": b"hello"}, RunMetadata({}, {}, ""))
     return everything(stages, optimizer, states["ema"])
 

@@ -103,13 +103,13 @@ EVENTS = [
     event("spike", SPIKE, 6500, "step 1800: its update was skipped"),
     event("signal", None, 7000, "stop requested"),
     event("save", 2000, 7001),
-    event("end", 2000, 7002, "stopped after step 2000"),
+    event("end", 2000, 7002, "stopped after step 2000", finished=False),
     event("resume", 2000, 8000),
     event(
         "start", 2000, 8001, parameters=1_312_768, device="cpu x 2", layout="tp 2", torch="2.13.0"
     ),
     event("save", 3000, 9900),
-    event("end", 3000, 9990, "\ndone: 3000 steps. In outputs/x"),
+    event("end", 3000, 9990, "\ndone: 3000 steps. In outputs/x", finished=True),
 ]
 CONFIG = """[run]
 name = "a"

@@ -344,7 +344,6 @@ def _compatibility_settings(
         section, _, entry = name.partition(".")
         # A checkpoint may be older than the key; then runs did what the key's default does
         settings[name] = _as_json(config.get(section, {}).get(entry, key.default))
-    settings["optimizer.groups"] = _groups(settings["optimizer.groups"])
     if settings["lora.rank"] > 0:  # another value could leave out adapters that the checkpoint has
         targets = settings["lora.targets"].replace(",", " ").split()
         settings["lora.targets"] = ", ".join(sorted(targets))
@@ -354,13 +353,6 @@ def _compatibility_settings(
     settings["data.phases"] = _phases_begun(config, samples)  # later phases may change
     settings["data"] = _described_sources(parse_json(files["data.json"]))
     return settings
-
-
-def _groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns `optimizer.groups` with None for the -1 that older runs wrote for an absent key."""
-    return [
-        {key: None if value == -1 else value for key, value in group.items()} for group in groups
-    ]
 
 
 def _as_json(value: Any) -> Any:
@@ -451,8 +443,6 @@ def training_changes(was: Settings, now: Settings) -> list[str]:
     for section in ("training", "optimizer", "stability", "schedule", "float8", "ema"):
         for key, value in _as_json(now[section]).items():
             before = was.get(section, {}).get(key, value)
-            if key == "groups":
-                before = _groups(before)
             if before != value:
                 changes.append(f"{section}.{key} {before} -> {value}")
     return changes

@@ -53,10 +53,7 @@ class Proof:
 def read_proof(run_folder: Path) -> Proof:
     """Reads the record in a run's folder; an empty one if there is none or it is damaged."""
     try:
-        content = read_json(run_folder / PROVEN, 1000)
-        if type(content) is int:  # older versions wrote only the step
-            content = {"step": content, "plausible": content}
-        proof = typed(Proof, content)
+        proof = typed(Proof, read_json(run_folder / PROVEN, 1000))
         losses = (proof.loss, proof.validation_loss)
         if all(loss is None or math.isfinite(loss) for loss in losses):
             return proof

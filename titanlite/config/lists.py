@@ -106,8 +106,6 @@ def _read_table(
             hint = suggestion(name, list(keys)) or f"; expected some of {', '.join(keys)}"
             message = f"unknown key {shortened(name, 200)} in [[{key.name}]]{hint}"
             mistakes.append(Mistake(header, name, message))
-        elif keys[name].default is None and entry == -1:  # -1 in configs of older runs: absent
-            continue
         elif name == "weights":
             values[name], messages = _read_weights(header, entry)
             mistakes += [Mistake(header, name, message) for message in messages]

@@ -33,40 +33,6 @@ from titanlite.runtime.documents import MOST_TOML, parse_toml
 from titanlite.runtime.errors import ConfigError, shortened
 from titanlite.runtime.files import read_bounded
 
-# Removed keys: the reason, and the values with which they had no effect. With these values they are
-# accepted, so that the config.toml of older runs can be read; without any, they are always refused
-PREFERENCES = "preferences are trained with TRL, which loads what `titanlite convert` writes"
-SCORES = "lm-eval scores answers, with what `titanlite convert` writes"
-SAMPLE = "use validation.prompts and validation.prompt_tokens, which also count at the run's end"
-REMOVED: dict[str, tuple[str, tuple[object, ...]]] = {
-    "checkpoint.trust_pickle": ("pickles in checkpoints run no code", (False, "false")),
-    "dpo.beta": (PREFERENCES, (0, "0", "0.0")),
-    "run.sample_prompt": (SAMPLE, ()),
-    "run.sample_tokens": (SAMPLE, ()),
-    "validation.questions": (SCORES, ("",)),
-    "validation.answer_tokens": (SCORES, (32, "32")),
-    "validation.answer_end": (SCORES, ("",)),
-}
-# In configs of older runs these values mean that the key is absent
-ABSENT: dict[str, object] = {
-    "model.dim": 0,
-    "model.num_layers": 0,
-    "model.num_heads": 0,
-    "model.num_kv_heads": 0,
-    "model.head_dim": 0,
-    "model.ffn_dim": 0,
-    "model.rope_theta": 0.0,
-    "model.rope_scaling": "flavor",
-    "model.rope_factor": 0.0,
-    "model.rope_original_context": 0,
-    "model.norm_eps": 0.0,
-    "model.sliding_window": -1,
-    "model.window_layers": "flavor",
-    "model.qkv_bias": "flavor",
-    "model.qk_norm": "flavor",
-    "model.embeddings": "flavor",
-    "model.vocab_size": 0,
-}
 FILE_KEYS = ("data.path", "data.tokenizer", "data.cache", "checkpoint.initial_load")
 # Keys that exclude each other. The value of a base file is dropped if a later file or the command
 # line sets another key of the group
@@ -220,7 +186,7 @@ def read_files(path: Path, problems: list[str], derived: tuple[Path, ...] = ()) 
         message = f"base = {base!r}: expected the path of a TOML file{hint}"
         mistakes.append(Mistake("", "base", message))
     for section, entries in table.items():
-        known = section in sections() or any(name.startswith(f"{section}.") for name in REMOVED)
+        known = section in sections()
         if not known and isinstance(entries, dict):
             mistakes.append(Mistake(section, "", unknown_section(section)))
         elif not known:
@@ -263,18 +229,8 @@ def set_value(name: str, value: object, layer: Layer) -> list[Mistake]:
     """Stores a value in a layer, in the type of its key. Returns what is wrong with it."""
     section, _, entry = name.partition(".")
     key = schema_keys().get(name)
-    if name in REMOVED:
-        reason, without_effect = REMOVED[name]
-        if value in without_effect:
-            return []
-        return [Mistake(section, entry, f"unknown key {name}; removed: {reason}")]
     if key is None:
         return [Mistake(section, entry, unknown_key(name, all_keys()))]
-    if name in ABSENT and _is_same(value, ABSENT[name]):
-        layer.values[name] = None
-        return []
-    if name in ABSENT and key.kind is bool and value in ("true", "false"):
-        value = value == "true"  # it was a string
     if key.is_list_of_strings or (key.kind is list and isinstance(value, list)):
         layer.values[name], mistakes = read_list(value, key)
         return mistakes
@@ -284,11 +240,6 @@ def set_value(name: str, value: object, layer: Layer) -> list[Mistake]:
     if not expected:
         return []
     return [Mistake(section, entry, wrong_value(name, value, expected, key.choices))]
-
-
-def _is_same(value: object, other: object) -> bool:
-    """Whether two TOML values are equal: 0 and 0.0 are, false and 0 are not."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def merge(layers: list[Layer], problems: list[str]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class PreparedData:
         self, folder: Path, tokenizer: Tokenizer, name: str = "", weight: float = 1.0
     ) -> None:
         """`name`: "" stands for the manifest's name. Raises ConfigError if the folder was prepared
-        with another tokenizer, or has pairs of answers.
+        with another tokenizer.
         """
         self.folder = folder
         self.tokenizer = tokenizer
@@ -101,11 +101,6 @@ class PreparedData:
             )
         self.name: str = name or self.manifest["name"]
         self.fingerprint: str = self.manifest["fingerprint"]
-        if self.manifest.get("pairs", False):
-            raise ConfigError(
-                f"{folder}: pairs of answers, prepared by an earlier version for preference "
-                "training, which TRL does; expected text or conversations"
-            )
 
     def tokens(self, split: str) -> Tokens:
         """Opens the tokens of `train` or `validation`."""

@@ -82,8 +82,7 @@ def _invalid_field(manifest: dict[str, Any]) -> str:
         "rows": (
             _is_count(rows["rows"]) and _is_count(rows["bad"]) and _are_texts(rows["examples"])
         ),
-        "duplicates": _is_count(manifest.get("duplicates", 0)),
-        "pairs": isinstance(manifest.get("pairs", False), bool),
+        "duplicates": _is_count(manifest["duplicates"]),
         "roots": _are_texts(manifest["roots"]),
         "tokenizer": isinstance(manifest["tokenizer"]["file"], str),
         "number of tokens": all(_has_total(split, "tokens") for split in splits),

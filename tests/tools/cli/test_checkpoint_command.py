@@ -133,7 +133,7 @@ def test_prune_keeps_by_the_rule_and_respects_a_run(run_folder, capsys, monkeypa
 @pytest.mark.slow
 def test_prune_keeps_the_newest_proven_one(run_folder, capsys):
     """Training has not gone on from the newer ones: they may be what it diverged with."""
-    (run_folder / ".proven").write_text("2")  # as older versions wrote it
+    (run_folder / ".proven").write_text('{"step": 2, "plausible": 2}')
     assert main(["checkpoint", "prune", str(run_folder), "--keep", "1"]) == 0
     assert ": 2, 4" in capsys.readouterr().out
 

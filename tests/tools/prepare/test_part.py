@@ -77,7 +77,7 @@ def test_the_fingerprint_is_that_of_the_text(tmp_path):
     path.write_text("one\ntwo\n")
     found = record(job_of(path, "text", "train"), tmp_path / "work")
     expected = hashlib.sha256(TOKENIZER.sha256.encode() + b"a.txt train 8\none\ntwo\n").hexdigest()
-    assert found["fingerprint"] == expected  # checkpoints of earlier versions contain it
+    assert found["fingerprint"] == expected  # checkpoints contain it
     path.write_text("one\nTwo\n")
     assert record(job_of(path, "text", "train"), tmp_path / "work")["fingerprint"] != expected
 

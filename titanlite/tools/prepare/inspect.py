@@ -88,7 +88,7 @@ def describe(manifest: dict[str, Any]) -> list[str]:
         masked = masked or any(shard["mask"] for shard in entry["shards"])
     if masked:
         lines.append("loss mask    yes: prompts are not targets")
-    if manifest.get("duplicates"):
+    if manifest["duplicates"]:
         lines.append(
             f"duplicates   {manifest['duplicates']:,} documents that equal others were dropped"
         )

@@ -61,14 +61,12 @@ def state(run: Run) -> str:
     """Whether the run has ended, as far as its events say."""
     events = [event for event in run.events if event.name in ("start", "end", "diverged")]
     if not events:
-        return "unknown: written before there were events, or not begun"
+        return "unknown: it has no events"
     last = events[-1]
     if last.name == "diverged":
         return "ended: training has diverged"
     if last.name == "end":
-        # Older versions say it only in the text
-        finished = last.about.get("finished", last.text.startswith("done"))
-        return "finished" if finished else "stopped, can be resumed"
+        return "finished" if last.about.get("finished") else "stopped, can be resumed"
     return "running, or ended without a message: it was killed, failed with an error, or hung"
 
 

@@ -1,10 +1,9 @@
 """Reads what a run left in its folder: metrics, events, samples and settings.
 
 What it is: `read_run` reads metrics.jsonl, evaluations.jsonl, events.jsonl, samples.jsonl and
-config.toml. What is not there is skipped, since the run may be young or of an older version;
-damaged lines are skipped and counted in `notes`. A folder may come from another machine, so it is
-not trusted: only regular files are read, of a file beyond the limits below only its end, and of
-events and samples the newest.
+config.toml. What is not there is skipped, since the run may be young; damaged lines are skipped and
+counted in `notes`. A folder may come from another machine, so it is not trusted: only regular files
+are read, of a file beyond the limits below only its end, and of events and samples the newest.
 What it costs: 16 bytes of memory per number, and about 3 s per 100,000 rows of 22 columns.
 """
 
