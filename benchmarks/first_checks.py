@@ -34,7 +34,7 @@ OPTIONS = [
     "--metrics.log_freq=1",
     "--validation.freq=30",
 ]
-SAVES = ["--checkpoint.freq=20", "--checkpoint.async_mode=async_pinned"]
+SAVES = ["--checkpoint.freq=20", "--checkpoint.async_mode=async"]
 VERSIONS = """
 import json, torch
 found = {"torch": torch.__version__, "CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}

@@ -49,9 +49,7 @@ def change_after_staging(folder: Path, mode: str) -> float:
     return saver.waited
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param("disabled", marks=pytest.mark.slow), "async", "async_pinned"]
-)
+@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.slow), "async"])
 def test_what_is_saved_is_the_state_of_the_call(pool, tmp_path, mode):
     assert all(waited < 1 for waited in pool.run(2, change_after_staging, tmp_path, mode))
     for rank in range(2):

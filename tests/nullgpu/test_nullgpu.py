@@ -97,7 +97,7 @@ def test_validation_checkpoints_and_resuming(library, arguments):
     saving = [
         *arguments,
         "--checkpoint.freq=1",
-        "--checkpoint.async_mode=async_pinned",
+        "--checkpoint.async_mode=async",
         "--validation.freq=1",
     ]
     train(library, saving)

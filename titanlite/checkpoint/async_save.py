@@ -5,11 +5,10 @@ and backward, which read parameters and optimizer state but do not change them; 
 the copy before the optimizer step. Then a thread calls `dcp.save` with the copy, in a
 separate process group. At most one save is in progress.
 
-    disabled       the loop waits for the whole save; on CUDA the state is first copied to the host
-    async          copies into new memory, which is freed after the save
-    async_pinned   copies into memory that is kept for the next save, which is faster
+    disabled   the loop waits for the whole save; on CUDA the state is first copied to the host
+    async      copies into memory that is kept for the next save
 
-On CUDA all three copy through pinned buffers (`staging.py`); `async_pinned` is an older name.
+On CUDA both copy through pinned buffers (`staging.py`).
 Why not `dcp.async_save`: it tries once, while here a failed save is repeated from the same copy and
 training continues. And its thread waits for the copy before it joins the other ranks: if one rank
 cannot copy, the others would wait for it in the save.
@@ -50,7 +49,7 @@ class AsyncSaver:
         self.on_gpu = device.type == "cuda"
         self.staging: Staging | None = None
         if self.background or self.on_gpu:  # otherwise DCP writes from the tensors themselves
-            self.staging = Staging(device, keep=mode == "async_pinned")
+            self.staging = Staging(device, keep=self.background)
         self.waited = 0.0  # seconds that training has waited for the save in progress
         self._threads = ThreadPoolExecutor(1, "save")
         self._copying = False

@@ -713,9 +713,8 @@ class CheckpointConfig:
     async_mode: str = key(
         "disabled",
         "disabled: training waits until a checkpoint is written; async: training continues "
-        "while a copy is written; "
-        "async_pinned: as async, but the memory of the copy is kept for the next save",
-        choices=("disabled", "async", "async_pinned"),
+        "while a copy is written, whose memory is kept for the next save",
+        choices=("disabled", "async"),
     )
     retries: int = key(
         2, "how often a failed save is tried again before the run ends", min=0, max=10
