@@ -60,7 +60,7 @@ def draw_triangle(consecutive: list[list[int]], balanced: list[list[int]]) -> st
         8,
         below + 6,
         [
-            "Right, as with cp_method all_gather and ring: 2 cp chunks, of which",
+            "Right, as with cp_method all_gather: 2 cp chunks, of which",
             "rank r has r and 2 cp - 1 - r. Then all ranks have the same work.",
         ],
         10.5,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from fuzz_samples import TOML, Reader, given
-from messages import assert_mentions, refused
+from messages import assert_mentions
 
 from titanlite.config.keys import all_keys
 from titanlite.config.load import flavors, load_config

@@ -146,9 +146,6 @@ def test_names_that_only_gpus_use_can_be_imported():
 
     assert callable(enable_symm_mem_for_group)
     assert all(hasattr(inductor, name) for name in torch_private.OVERLAP_TENSOR_PARALLEL)
-    torch_private.set_ring_rotation("alltoall")
-    with pytest.raises(NotImplementedError):
-        torch_private.set_ring_rotation("by pigeon")
 
 
 def test_the_stage_overrides_what_torchs_has():

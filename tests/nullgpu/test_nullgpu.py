@@ -71,7 +71,6 @@ RUNS = {
     "offloaded": (1, ["--parallel.cpu_offload"]),
     "fsdp": (2, ["--parallel.dp_shard=2"]),
     "cp": (2, ["--parallel.cp=2"]),
-    "ring": (2, ["--parallel.cp=2", "--parallel.cp_method=ring"]),
     "1F1B": (2, ["--parallel.pp=2"]),
     "Interleaved1F1B": (
         2,

@@ -93,7 +93,6 @@ def test_on_arm_torch_is_asked(monkeypatch, supported):
         (["--parallel.pp_schedule=ZBVZeroBubble"], 512, "cpu", 2, False),
         (["--parallel.pp_schedule=ZBVZeroBubble"], 2048, "cuda", 1, True),
         (["--parallel.pp_schedule=Interleaved1F1B"], 2048, "cuda", 2, True),
-        (["--parallel.cp_method=ring"], 2048, "cuda", 1, False),
     ],
 )
 def test_what_auto_compiles(gpu, options, dim, device, pp, expected):

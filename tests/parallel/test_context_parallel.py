@@ -5,18 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from messages import assert_mentions
 
 from titanlite.distributed.mesh import Mesh
 from titanlite.parallel.context_parallel import (
     all_gather_attention,
-    apply_cp,
     chunk_masks,
     local_positions,
     ulysses_attention,
 )
 from titanlite.rules.degrees import AXES
-from titanlite.runtime.errors import ConfigError
 
 SEQ_LEN = 24
 
@@ -88,16 +85,3 @@ def test_head_and_tail_make_equal_work(pool):
         sum(position + 1 for position in places) for places in pool.run(4, positions, 4, "ulysses")
     ]
     assert max(contiguous) > 2 * min(contiguous), "which is why"
-
-
-def try_ring() -> str:
-    try:
-        apply_cp(None, line(2), "ring")
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_ring_needs_cuda(pool):
-    for text in pool.run(2, try_ring):
-        assert_mentions(text, "parallel.cp_method = ring", "CUDA", "all_gather, ulysses")

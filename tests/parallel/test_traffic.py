@@ -5,7 +5,7 @@ What is measured: each collective that a process calls, in forward and backward,
 DTensor's operators included. A call counts the size of its fp32 tensors times the part that an
 ideal ring of n processes sends of them:
 (n - 1)/n, and twice that for an all-reduce. A message to another stage counts once. Bytes on a wire
-are not measured, and neither are bf16, `cp_method = ulysses` and `cp_method = ring`: gloo runs
+are not measured, and neither are bf16, `cp_method = ulysses`: gloo runs
 other collectives for them, or none.
 """
 

@@ -74,8 +74,6 @@ def test_degrees_resolve_to_the_world_size(world_size, arguments, expected):
         (2, ["parallel.cp=2", "training.seq_len=127"], ("training.seq_len = 127", "124 or 128", "parallel.cp = 1")),
         (4, ["parallel.cp=4", "parallel.cp_method=ulysses"], ("parallel.cp = 4", "parallel.cp_method = ulysses", "model.num_kv_heads / parallel.tp = 2", "1 or 2", "all_gather")),
         (4, ["parallel.cp=2", "parallel.tp=2", "parallel.cp_method=ulysses"], ("parallel.cp = 2", "parallel.cp_method = ulysses", "model.num_kv_heads / parallel.tp = 1")),
-        (2, ["parallel.cp=2", "parallel.cp_method=ring", "run.device=cpu"], ("parallel.cp_method = ring", "CUDA", "run.device = cpu", "all_gather", "ulysses")),
-        (2, ["parallel.cp=2", "parallel.cp_method=ring", "data.document_mask"], ("parallel.cp_method = ring", "data.document_mask = true", "all_gather or ulysses")),
         # sharding and recomputation
         (8, ["parallel.reshard_after_forward=2", "parallel.tp=2"], ('parallel.reshard_after_forward = "2"', "parallel.pp", "parallel.tp", "default, always or never")),
         (4, ["parallel.reshard_after_forward=3"], ('parallel.reshard_after_forward = "3"', "parallel.dp_shard x parallel.cp = 4", "allowed: 2")),

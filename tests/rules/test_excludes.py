@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from messages import refused
 from model_builder import EVEN
@@ -35,27 +33,6 @@ def refuse(options: list[str], *words: str) -> None:
 )
 def test_what_does_not_fit_float16_is_refused(option, words):
     refuse(["training.compute_dtype=float16", option], *words)
-
-
-def test_ring_attention_and_dropout_are_refused():
-    ring = ["--parallel.cp=2", "--parallel.cp_method=ring", "--run.device=cuda"]
-    config = load_config(["debug", *ring, "--lora.rank=2", "--lora.dropout=0.1"])
-    with refused("lora.dropout = 0.1", "parallel.cp_method = ring", "all_gather or ulysses"):
-        check_layout(config, EVEN, 2)
-
-
-def test_ring_attention_has_no_window():
-    options = ["--parallel.cp=2", "--parallel.cp_method=ring", "--training.seq_len=64"]
-    config = load_config(["debug", *options])
-    llama = dataclasses.replace(EVEN, sliding_window=63)
-    with refused(
-        "parallel.cp_method = ring",
-        "model.sliding_window = 63",
-        "training.seq_len = 64",
-        "all_gather or ulysses",
-    ):
-        check_layout(config, llama, 2)
-    check_layout(config, dataclasses.replace(EVEN, sliding_window=64), 2)
 
 
 def test_two_kinds_of_offloading_are_refused():

@@ -511,8 +511,8 @@ class ParallelConfig:
     cp_method: str = key(
         "all_gather",
         "how attention gets all keys: all_gather (of keys and values), ulysses (all-to-all "
-        "of heads), ring (CUDA)",
-        choices=("all_gather", "ulysses", "ring"),
+        "of heads)",
+        choices=("all_gather", "ulysses"),
     )
     pp_schedule: str = key(
         "1F1B", "order of forwards and backwards in the pipeline", choices=tuple(PP_SCHEDULES)

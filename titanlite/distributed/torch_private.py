@@ -209,18 +209,6 @@ def use_symmetric_memory(group: ProcessGroup) -> None:
         enable_symm_mem_for_group(group.group_name)
 
 
-def set_ring_rotation(method: str) -> None:
-    """Sets how `context_parallel` moves keys and values: `alltoall` one step at a time, `allgather`
-    all at once (default).
-
-    Experimental upstream (pytorch#142093). Imported on 2.11, 2.13 and 2.15; run on 2.11 and 2.13 on
-    a GPU that computes nothing (tests/nullgpu).
-    """
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
-
-    set_rotate_method(method)
-
-
 def find_vector_instructions() -> None:
     """Makes inductor detect the processor's vector instructions, and remember them. Checked: 2.13.
 

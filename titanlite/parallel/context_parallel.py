@@ -1,7 +1,7 @@
 """Context parallel: each sequence is cut over the ranks of the cp axis.
 
 What it is: every module but attention works on single tokens, so each rank computes S/cp tokens. In
-attention a query needs the keys and values of all earlier tokens. There are three ways to get them:
+attention a query needs the keys and values of all earlier tokens. There are two ways to get them:
 
 * `all_gather` (Llama 3, arXiv 2407.21783, section 3.3.2): every rank all-gathers the keys and
   values of the layer. With grouped-query attention these are small: K heads, against H heads of
@@ -9,12 +9,9 @@ attention a query needs the keys and values of all earlier tokens. There are thr
 * `ulysses` (DeepSpeed-Ulysses, arXiv 2309.14509): an all-to-all turns "all heads, S/cp tokens" into
   "H/cp heads, all tokens", plain attention follows, and another all-to-all restores the first
   layout. cp must divide H and K.
-* `ring` (arXiv 2310.01889): keys and values rotate over the ranks in cp - 1 steps, while each rank
-  attends to those it received before. This is torch's `context_parallel`, and needs CUDA. It does
-  not support grouped-query attention, so keys and values are repeated for each query head.
 
-A causal mask makes late tokens cost more than early ones. So with all_gather and ring the sequence
-is cut into 2 cp chunks, and rank r holds chunk r (of the first half) and chunk 2 cp - 1 - r (of the
+A causal mask makes late tokens cost more than early ones. So with all_gather the sequence is
+cut into 2 cp chunks, and rank r holds chunk r (of the first half) and chunk 2 cp - 1 - r (of the
 second half): its queries attend to (r+1) + (2 cp - r) = 2 cp + 1 chunks, the same number for every
 r. With Ulysses each rank attends over the whole sequence, so contiguous parts are balanced anyway.
 
@@ -25,8 +22,7 @@ attention cp is cheap. What it costs, per rank, block and local batch, with b by
 and K after the division by tp: all_gather moves 2 b B S K Dh (cp-1)/cp forward (keys and values)
 and as much backward (the sum of their gradients), and with `recompute.mode` full or selective it
 gathers keys and values again, 6 b B S K Dh (cp-1)/cp in all; ulysses moves b B S (2H + 2K) Dh
-(cp-1)/cp^2 in each direction; ring 2 b B S H Dh (cp-1)/cp forward, and the same backward, plus the
-gradients of keys and values. Activations are 1/cp; FSDP shards weights over cp as it does over
+(cp-1)/cp^2 in each direction. Activations are 1/cp; FSDP shards weights over cp as it does over
 dp_shard. (On gloo DTensor has no all-to-all: it gathers and cuts instead, which sends more bytes
 and gives equal numbers.)
 
@@ -38,9 +34,8 @@ rank.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -50,9 +45,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import causal_lower_right
 
 from titanlite.data.rows import Batch
-from titanlite.distributed.torch_private import set_ring_rotation
 from titanlite.model.attention import Mask, attention
-from titanlite.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from titanlite.model.llama import Llama
@@ -79,26 +72,15 @@ def own_chunks(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def apply_cp(model: Llama, mesh: DeviceMesh, method: str) -> None:
-    """Replaces each block's inner attention, and sets the positions of this rank's tokens.
-
-    Raises ConfigError for `ring` without CUDA.
-    """
-    if method == "ring":
-        if mesh.device_type != "cuda":
-            raise ConfigError(
-                "parallel.cp_method = ring needs CUDA devices; allowed here: all_gather, ulysses"
-            )
-        set_ring_rotation("alltoall")  # one step at a time; the default is a single all-gather
-        attend: Callable[..., Tensor] = ring_attention
-    else:
-        model.positions = local_positions(model.seq_len, mesh, method)
-        attend = functools.partial(ulysses_attention, mesh=mesh)
-        if method == "all_gather":
-            attend = functools.partial(
-                all_gather_attention, mesh=mesh, masks=chunk_masks(model.seq_len, mesh)
-            )
-            build = cast("Callable[[Tensor, int, int, int], Mask]", model.document_mask)
-            model.document_mask = functools.partial(document_masks, mesh=mesh, build=build)
+    """Replaces each block's inner attention, and sets the positions of this rank's tokens."""
+    model.positions = local_positions(model.seq_len, mesh, method)
+    attend: Callable[..., Tensor] = functools.partial(ulysses_attention, mesh=mesh)
+    if method == "all_gather":
+        attend = functools.partial(
+            all_gather_attention, mesh=mesh, masks=chunk_masks(model.seq_len, mesh)
+        )
+        build = cast("Callable[[Tensor, int, int, int], Mask]", model.document_mask)
+        model.document_mask = functools.partial(document_masks, mesh=mesh, build=build)
     for block in model.layers.values():
         inner_attention = block.get_submodule("attention.attend")
         inner_attention.forward = attend
@@ -107,31 +89,12 @@ def apply_cp(model: Llama, mesh: DeviceMesh, method: str) -> None:
 class BatchSharder:
     """Cuts batches for this rank of the cp axis."""
 
-    def __init__(
-        self, model_parts: list[Llama], mesh: DeviceMesh, method: str, device: torch.device
-    ) -> None:
-        """`model_parts` are this rank's parts; `ring` also cuts their RoPE tables."""
-        self.model_parts = model_parts
-        self.mesh = mesh
-        self.method = method
-        self.positions = local_positions(model_parts[0].seq_len, mesh, method).to(device)
+    def __init__(self, seq_len: int, mesh: DeviceMesh, method: str, device: torch.device) -> None:
+        self.positions = local_positions(seq_len, mesh, method).to(device)
 
-    @contextlib.contextmanager
-    def shard_batch(self, batch: Batch) -> Iterator[Batch]:
-        """Yields this rank's part (B, S/cp) of a batch (B, S). `ring` works in this context."""
-        if self.method == "ring":
-            from torch.distributed.tensor.experimental import context_parallel
-
-            # Tokens, labels and tables are cut in place; the tables are restored at the end.
-            buffers = [batch.tokens, batch.labels, *(part.rope for part in self.model_parts)]
-            dims = [1, 1, *(0 for _ in self.model_parts)]
-            not_restored = {batch.tokens, batch.labels}
-            with context_parallel(
-                self.mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=not_restored
-            ):
-                yield batch
-        else:
-            yield batch.apply(lambda tensor: tensor[:, self.positions])
+    def shard_batch(self, batch: Batch) -> Batch:
+        """Returns this rank's part (B, S/cp) of a batch (B, S)."""
+        return batch.apply(lambda tensor: tensor[:, self.positions])
 
 
 def chunk_masks(seq_len: int, mesh: DeviceMesh) -> list[Mask]:
@@ -204,11 +167,3 @@ def ulysses_attention(
     q, k, v = (exchange(x, SEQUENCE_SHARD, HEAD_SHARD) for x in (q, k, v))
     out = attention(q, k, v, mask, causal=mask is None)
     return exchange(out, HEAD_SHARD, SEQUENCE_SHARD)  # (B, H, S/cp, Dh)
-
-
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-    """Calls plain attention, which `context_parallel` turns into a ring; repeats keys and values
-    for each query head.
-    """
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    return attention(q, k, v, causal=True)

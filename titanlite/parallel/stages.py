@@ -117,9 +117,10 @@ class Stages:
         keeps_weights = config.parallel.reshard_after_forward == "never" and mesh["pp"].size() == 1
         self.frees_weights = not keeps_weights  # after the backward of each local batch
         # Every rank computes whole sequences, unless they are cut over cp
-        self.shard_batch: Callable[[Batch], AbstractContextManager[Batch]] = contextlib.nullcontext
+        self.shard_batch: Callable[[Batch], Batch] = lambda batch: batch
         if mesh["cp"].size() > 1:
-            sharder = BatchSharder(model_parts, mesh["cp"], config.parallel.cp_method, device)
+            method = config.parallel.cp_method
+            sharder = BatchSharder(model_parts[0].seq_len, mesh["cp"], method, device)
             self.shard_batch = sharder.shard_batch
         self.windowed = any(model_parts[0].windows)  # also by other stages' blocks
         self.loss_scope: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
@@ -179,7 +180,8 @@ class Stages:
     @contextlib.contextmanager
     def inputs(self, batch: Batch) -> Iterator[Inputs]:
         """Yields this rank's part of a batch, in the context that forward and backward need."""
-        with self.loss_scope(), self.shard_batch(batch) as part:
+        part = self.shard_batch(batch)
+        with self.loss_scope():
             per_token: dict[str, Tensor] = {}
             if self.windowed:
                 per_token["documents"] = torch.zeros_like(batch.tokens)  # (B, S)

@@ -14,9 +14,8 @@ hooks are outside of what is compiled.
 
 How it is made: hooks on the blocks see their outputs. The logits do not exist in fused kernels, so
 they are computed again from the arguments of each call of `F.scaled_dot_product_attention`, which
-under context parallel has the keys of all ranks. Two kinds of attention call something else and
-have no logits here: `parallel.cp_method = ring`, and FlexAttention, which serves
-`data.document_mask` and sliding windows on CUDA.
+under context parallel has the keys of all ranks. FlexAttention, which serves `data.document_mask`
+and sliding windows on CUDA, calls something else and has no logits here.
 """
 
 from __future__ import annotations
@@ -86,8 +85,7 @@ class Activations:
             for name, block in part.layers.items():
                 handles.append(block.register_forward_pre_hook(self._enter(int(name))))
                 handles.append(block.register_forward_hook(self._leave))
-        # A copy, because ring attention cuts the batch in place
-        batch = batch.apply(lambda tensor: to_device(tensor.clone(), self.metrics.device))
+        batch = batch.apply(lambda tensor: to_device(tensor, self.metrics.device))
         try:
             with self._recording() if logits else contextlib.nullcontext():
                 self.stages.evaluate(batch)
@@ -105,10 +103,9 @@ class Activations:
 
     def has_logits(self, batch: Batch) -> bool:
         """Whether attention calls `F.scaled_dot_product_attention` with all keys."""
-        ring = self.stages.mesh["cp"].size() > 1 and self.stages.config.cp_method == "ring"
         masked = batch.positions is not None or self.stages.windowed
         flex = masked and self.metrics.device.type == "cuda"
-        return not ring and not flex
+        return not flex
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:

@@ -32,7 +32,6 @@ RULES: tuple[Rule, ...] = (
     divides.tensor_parallel,
     divides.expert_parallel,
     excludes.experts,
-    excludes.ring_attention,
     divides.context_parallel,
     divides.pipeline_stages,
     names.pipeline_split,

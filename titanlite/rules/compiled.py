@@ -28,8 +28,6 @@ def reason_not_compiled(
     schedule = config.parallel.pp_schedule
     if degrees["pp"] > 1 and schedule in SPLIT_BACKWARD:
         return f"{schedule} computes a block's two gradients in separate calls"
-    if degrees["cp"] > 1 and config.parallel.cp_method == "ring":
-        return "ring attention replaces the attention function that they call"
     return ""
 
 

@@ -36,33 +36,6 @@ def compiler(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Ite
         )
 
 
-def ring_attention(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """Requires CUDA for ring attention, and refuses masks and dropout with it."""
-    if degrees["cp"] == 1 or config.parallel.cp_method != "ring":
-        return
-    if config.run.device == "cpu":
-        yield (
-            "parallel.cp_method = ring needs CUDA devices; "
-            "with run.device = cpu: all_gather or ulysses"
-        )
-    if config.data.document_mask:
-        yield (
-            "parallel.cp_method = ring supports no masks; with data.document_mask = true use "
-            "all_gather or ulysses, or set data.document_mask to false"
-        )
-    if config.lora.drops:
-        yield (
-            f"lora.dropout = {config.lora.dropout:g}: parallel.cp_method = ring does not cut the "
-            "keys of its masks; use all_gather or ulysses, or set lora.dropout to 0"
-        )
-    if any(llama.windows(config.training.seq_len)):
-        yield (
-            f"parallel.cp_method = ring supports no masks; with model.sliding_window = "
-            f"{llama.sliding_window} and training.seq_len = {config.training.seq_len} use "
-            "all_gather or ulysses, or sequences that are no longer than the window"
-        )
-
-
 def pipeline_reduction(
     config: Config, llama: LlamaConfig, degrees: dict[str, int]
 ) -> Iterator[str]:

@@ -34,7 +34,7 @@ SMALL = [
         ),
         (["--html=no/such/folder/step.html"], "no folder no/such/folder"),
         (["--rank=-1"], "argument --rank: -1: expected at least 0"),
-        (["--layout=cp=2,cp_method=ring"], "is traced on a GPU only"),
+        (["--float8.enabled"], "are traced on a GPU only"),
     ],
 )
 def test_mistakes(arguments, message, capsys):

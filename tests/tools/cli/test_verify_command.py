@@ -54,10 +54,6 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capfd):
         (["--layout", "tp=2,tp=4"], ("parallel.tp", "twice")),
         (["--layout", ","], ("unknown key parallel.",)),
         (["--layout", "dp_shard=1000"], ("1000 processes", "at most 64")),
-        (
-            ["--layout", "cp=2,cp_method=ring", "--run.device=cpu"],
-            ("parallel.cp_method = ring", "CUDA"),
-        ),
         (["nonsense"], ("'nonsense'", "no such file")),
     ],
 )

@@ -55,10 +55,8 @@ def change_the_part(change: Callable[[Any, Any], Any]) -> AbstractContextManager
     """Context parallel ranks get another part of the batch: change(batch, part)."""
     original = BatchSharder.shard_batch
 
-    @contextlib.contextmanager
-    def shard_batch(self: BatchSharder, batch: Any) -> Iterator[Any]:
-        with original(self, batch) as part:
-            yield change(batch, part)
+    def shard_batch(self: BatchSharder, batch: Any) -> Any:
+        return change(batch, original(self, batch))
 
     return replaced(BatchSharder, "shard_batch", shard_batch)
 

@@ -7,8 +7,7 @@ which no curve shows.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -64,11 +63,10 @@ def document_mask_lost() -> AbstractContextManager[None]:
 def labels_after_cut() -> AbstractContextManager[None]:
     original = BatchSharder.shard_batch
 
-    @contextlib.contextmanager
-    def shard_batch(self: BatchSharder, batch: Batch) -> Iterator[Batch]:
-        with original(self, batch) as part:
-            following = part.tokens.roll(-1, dims=1)  # of the tokens that this rank has
-            yield part._replace(labels=following.where(part.labels != IGNORED, IGNORED))
+    def shard_batch(self: BatchSharder, batch: Batch) -> Batch:
+        part = original(self, batch)
+        following = part.tokens.roll(-1, dims=1)  # of the tokens that this rank has
+        return part._replace(labels=following.where(part.labels != IGNORED, IGNORED))
 
     return replaced(BatchSharder, "shard_batch", shard_batch)
 

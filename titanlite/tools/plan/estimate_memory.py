@@ -132,12 +132,9 @@ def _of_context_parallel(layout: Layout) -> float:
     (2 cp + 1) / 2 cp of the sequence.
     """
     queries, keys, _ = _attention_sizes(layout)
-    method = layout.config.parallel.cp_method
-    if method == "all_gather":
+    if layout.config.parallel.cp_method == "all_gather":
         chunks = (2 * layout.cp + 1) / 2  # in units of a rank's tokens
         return queries + 2 * keys * (chunks - 1)
-    if method == "ring":
-        return queries + 2 * (queries - keys)  # keys and values of each query head
     return queries
 
 

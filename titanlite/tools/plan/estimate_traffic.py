@@ -158,28 +158,20 @@ def _tensor_parallel(layout: Layout, stage: Stage) -> Iterator[Calls]:
 def _context_parallel(layout: Layout, stage: Stage) -> Iterator[Calls]:
     """Exchanges of attention; recomputation repeats those of the forward, unless kept."""
     cp = layout.cp
-    mode = layout.config.recompute.mode
     number = layout.compute_bytes * layout.tokens / layout.tp
     keys = number * layout.llama.kv_dim
     queries = number * layout.llama.q_dim
     calls = _forwards(layout) * len(stage.blocks)
     again = _forwards(layout) * recomputed_blocks(layout, stage)
-    method = layout.config.parallel.cp_method
-    if method == "all_gather":
+    if layout.config.parallel.cp_method == "all_gather":
         yield Calls("cp", "all_gather", cp, calls + again, 2 * keys * cp)
         yield Calls("cp", "reduce_scatter", cp, calls, 2 * keys * cp)
         return
-    if mode == "selective" and method == "ulysses":
+    if layout.config.recompute.mode == "selective":
         again = 0
-    if method == "ulysses":
-        times = 2 * calls + again
-        yield Calls("cp", "all_to_all", cp, 2 * times, queries)
-        yield Calls("cp", "all_to_all", cp, 2 * times, keys)
-        return
-    # Keys and values of all heads travel around the ring, in the backward with their gradients
-    steps = cp - 1
-    yield Calls("cp", "send", cp, steps * (calls + again), 2 * queries)
-    yield Calls("cp", "send", cp, steps * calls, 4 * queries)
+    times = 2 * calls + again
+    yield Calls("cp", "all_to_all", cp, 2 * times, queries)
+    yield Calls("cp", "all_to_all", cp, 2 * times, keys)
 
 
 def _messages(layout: Layout, stages: list[Stage], pp_rank: int) -> Iterator[Calls]:

@@ -11,7 +11,7 @@ What it costs: about 0.3 s for each traced block and local batch on one core, an
 process.
 What it does not see: what the compiler changes, since blocks run eagerly; kernels' workspaces; and
 what differs between CPU and GPU, such as a document mask, which on a GPU is a list of blocks.
-Float8 and ring attention need a GPU, and are not traced. A loss in chunks has the smaller blocks of
+Float8 needs a GPU, and is not traced. A loss in chunks has the smaller blocks of
 a CPU, and needs 0.2 GB less. Tokens choose no experts: each rank of ep gets an equal share of the
 rows (`equal_sizes`).
 """
@@ -126,8 +126,6 @@ def untraceable(config: Config) -> Iterator[str]:
     """Yields a message for each setting that cannot be traced without a GPU."""
     if config.float8.enabled and not config.float8.emulate:
         yield "float8.enabled = true: its products are traced on a GPU only; expected --estimate"
-    if config.parallel.cp_method == "ring" and config.parallel.cp > 1:
-        yield 'parallel.cp_method = "ring" is traced on a GPU only; expected --estimate'
 
 
 def _depths(config: Config, llama: LlamaConfig, pp: int) -> Depths:

@@ -167,7 +167,6 @@ def ladder(processes: int, quick: bool, device: str) -> list[str]:
         names += frozen(processes)
     if device == "cuda":
         names += [
-            "cp=2,cp_method=ring",
             "cp=2,cp_method=ulysses,compile.enabled",
             "tp=2,async_tp,compile.enabled",
             "pp=2,pp_schedule=Interleaved1F1B,compile.enabled",
