@@ -25,8 +25,6 @@ import torch.nn.functional as F
 from model_builder import SMALL
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from titanlite.config.schema import (
     Config,
@@ -55,14 +53,12 @@ from titanlite.parallel.stages import Stages
 from titanlite.probes.activations import Activations
 from titanlite.probes.noise_scale import NoiseScale
 from titanlite.rules.degrees import AXES
-from titanlite.tools.verify.pool import WorkerError
 
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>)
-C10_REGISTER_GUARD_IMPL(MPS, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::MPS>)
 """
-GPU, APPLE = torch.device("cuda", 0), torch.device("mps", 0)
+GPU = torch.device("cuda", 0)
 TRAINING = TrainingConfig(seq_len=16, local_batch_size=2, compute_dtype="bfloat16")
 
 pytestmark = [
@@ -84,21 +80,6 @@ def guard(tmp_path_factory) -> Path:
     return folder / "guard.so"
 
 
-class NoFloat64(TorchDispatchMode):
-    """Makes a tensor of float64 on Apple's GPU an error, as it is there."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_iter(result):
-            if (
-                isinstance(tensor, torch.Tensor)
-                and tensor.device.type == "mps"
-                and tensor.dtype == torch.float64
-            ):
-                raise TypeError(f"{function} gives float64, which mps does not support")
-        return result
-
-
 def to_gpu(model: nn.Module, device: torch.device) -> None:
     """Gives parameters that are on the meta device memory on the GPU, fake memory."""
     for module in model.modules():
@@ -113,56 +94,46 @@ def in_place_of_flex_attention(q, k, v, block_mask, enable_gqa):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa)
 
 
-def in_place_of_apples_attention(q, k, v, mask=None, is_causal=False, enable_gqa=False):
-    """What torch computes there while gradients are required; a build for Linux cannot choose it."""
-    return torch.ops.aten._scaled_dot_product_attention_math(
-        q, k, v, mask, 0.0, is_causal, enable_gqa=enable_gqa
-    )[0]
-
-
-def one_step(guard: Path, config: Config, llama, device: torch.device = GPU) -> None:
+def one_step(guard: Path, config: Config, llama) -> None:
     """As in train.py, up to the backward, which fills `grad`. Then a validation."""
     ctypes.CDLL(str(guard))
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1), 60)
-    mesh.device_type = device.type
+    mesh.device_type = GPU.type
     parallelize.missing_for_inductor = lambda device_type: ""
     block_mask.compiled_flex_attention = lambda: in_place_of_flex_attention
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
     parts = split_and_parallelize(model, config, mesh, compiled=False)
-    with FakeTensorMode(allow_non_fake_inputs=True), NoFloat64(), contextlib.ExitStack() as stack:
-        if device == APPLE:
-            name = "scaled_dot_product_attention"
-            stack.enter_context(mock.patch.object(F, name, in_place_of_apples_attention))
-        to_gpu(parts[0], device)
-        parts[0].reset_rope(device)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        to_gpu(parts[0], GPU)
+        parts[0].reset_rope(GPU)
         stages, optimizer = (
-            Stages(parts, config, mesh, device),
+            Stages(parts, config, mesh, GPU),
             build_optimizer(parts, config.optimizer),
         )
         # Parts that are off are built too
-        scaler = LossScale(TrainingConfig(compute_dtype="float32"), optimizer, device)
-        progress, metrics = SimpleNamespace(step=0), SimpleNamespace(device=device)
+        scaler = LossScale(TrainingConfig(compute_dtype="float32"), optimizer, GPU)
+        progress, metrics = SimpleNamespace(step=0), SimpleNamespace(device=GPU)
         NoiseScale(MetricsConfig(), stages, scaler, progress)
         Activations(0, stages, metrics)
-        Guard(StabilityConfig(), optimizer, scaler, mesh, device)
+        Guard(StabilityConfig(), optimizer, scaler, mesh, GPU)
         for step in range(2):
-            tokens = torch.zeros(2, config.training.seq_len, dtype=torch.long, device=device)
+            tokens = torch.zeros(2, config.training.seq_len, dtype=torch.long, device=GPU)
             batch = Batch(tokens, tokens, tokens if config.data.document_mask else None)
-            total = mesh.sum_counts(torch.ones((), dtype=torch.long, device=device))
+            total = mesh.sum_counts(torch.ones((), dtype=torch.long, device=GPU))
             with stages.inputs(batch) as (_, _, packing):
                 loss = stages.runner.loss(parts[0](tokens, **packing), tokens) / total
             for parameter in parts[0].parameters():
                 parameter.grad = torch.empty_like(parameter)
             factor = config.optimizer.agc_factor if config.optimizer.clip == "agc" else 0.0
-            norm = clip_gradients(parts, config.training.max_norm, device, agc_factor=factor)
-            if step == 1 and device == GPU:
-                optimizer.found_inf = torch.ones((), device=device)
+            norm = clip_gradients(parts, config.training.max_norm, GPU, agc_factor=factor)
+            if step == 1:
+                optimizer.found_inf = torch.ones((), device=GPU)
             optimizer.step()
             optimizer.zero_grad()
             moments = [state["exp_avg"] for state in optimizer.state.values()]
             assert {value.device for value in (loss, norm, stages.evaluate(batch), *moments)} == {
-                device
+                GPU
             }
             assert loss.dtype == norm.dtype == torch.float32
             with pytest.raises(DataDependentOutputException):
@@ -202,39 +173,6 @@ def test_a_step_stays_on_the_gpu(pool, guard, sections, llama):
         type(one).__name__.removesuffix("Config").lower(): one for one in sections
     }
     pool.run(1, one_step, guard, Config(**given), dataclasses.replace(SMALL, **llama))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("section", "llama"),
-    [
-        (RecomputeConfig(), {}),
-        (RecomputeConfig(mode="full"), {"tied_embeddings": True}),
-        (DataConfig(document_mask=True), {}),
-        (OptimizerConfig(clip="agc"), {}),
-        (LossConfig(z_loss=1e-4), {}),
-    ],
-    ids=["plain", "recomputed, tied", "documents", "agc", "z-loss"],
-)
-def test_a_step_on_apples_gpu_needs_no_float64(pool, guard, section, llama):
-    training = dataclasses.replace(TRAINING, compute_dtype="float32")
-    config = Config(
-        **{"training": training, type(section).__name__.removesuffix("Config").lower(): section}
-    )
-    pool.run(1, one_step, guard, config, dataclasses.replace(SMALL, **llama), APPLE)
-
-
-def float64_on(guard: Path, device: torch.device) -> None:
-    ctypes.CDLL(str(guard))
-    with FakeTensorMode(), NoFloat64():
-        torch.ones(3, device=device).double()
-
-
-def test_float64_on_apples_gpu_is_an_error(pool, guard):
-    """What the test above relies on."""
-    pool.run(1, float64_on, guard, GPU)
-    with pytest.raises(WorkerError, match="mps does not support"):
-        pool.run(1, float64_on, guard, APPLE)
 
 
 def sum_an_offloaded_gradient(guard: Path) -> tuple[set[str], str]:

@@ -24,7 +24,6 @@ VOCABULARY = 128256
         (["training.local_batch_size=2", "parallel.tp=8"], 2),
         (["training.local_batch_size=8", "parallel.pp=4"], 8),  # of a microbatch
         (["training.local_batch_size=8", "parallel.pp=4", "parallel.pp_microbatch_size=2"], 16),
-        (["training.local_batch_size=1", "run.device=mps"], 1),
     ],
     ids=str,
 )

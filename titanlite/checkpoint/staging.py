@@ -52,8 +52,8 @@ class Staging:
         for part, values in state.items():
             copies[part] = {}
             for name, value in values.items():
-                if value.device.type == "mps" or not (_on_gpu(value) or also_host):
-                    copies[part][name] = value.cpu()  # not copied if it is already on the CPU
+                if not (_on_gpu(value) or also_host):
+                    copies[part][name] = value
                     continue
                 copy = self._memory(f"{part}.{name}", value)
                 copies[part][name] = copy

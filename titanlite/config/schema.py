@@ -70,7 +70,7 @@ class RunConfig:
     device: str = key(
         "auto",
         "where to compute; auto: CUDA if there is any",
-        choices=("auto", "cpu", "cuda", "mps"),
+        choices=("auto", "cpu", "cuda"),
     )
 
 

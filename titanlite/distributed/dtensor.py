@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from titanlite.distributed.mesh import sum_dtype
 from titanlite.distributed.torch_private import foreach_norm
 
 ROW = 1024
@@ -60,17 +59,17 @@ def sum_of_squares(
         if any(parameter is shared for shared in shared_params):
             holders *= 2
         by_holders.setdefault(holders, []).append(local_part(tensor))
-    total = torch.zeros((), dtype=sum_dtype(device), device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for holders, tensors in by_holders.items():
         total += _square(tensors).to(device, non_blocking=True) / holders
     return total
 
 
 def _square(tensors: list[Tensor]) -> Tensor:
-    """Sums all squares, in float64 where the device has it; on GPUs in few kernels."""
+    """Sums all squares in float64; on GPUs in few kernels."""
     device = tensors[0].device
     if device.type != "cpu":
-        norms = foreach_norm(tensors, 2, dtype=sum_dtype(device))
+        norms = foreach_norm(tensors, 2, dtype=torch.float64)
         return torch.stack(norms).square().sum()
     # Rows of ROW numbers are summed in fp32, and the row sums in float64: the error is 1e-9, and no
     # float64 copy of the whole tensor is made, as torch would do. Tensors whose size ROW does not

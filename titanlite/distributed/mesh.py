@@ -38,11 +38,6 @@ LOSS_AXES = ("pp", "dp_replicate", "dp_shard", "cp")
 TOKEN_AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # and these route different tokens to experts
 
 
-def sum_dtype(device: torch.device) -> torch.dtype:
-    """Returns the dtype of long sums: float64, except on Apple's GPUs, which lack it."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
 class Mesh:
     """The grid of ranks. `mesh["tp"]` and `mesh["dp_replicate", "dp_shard_cp"]` are the submeshes
     that contain this rank.
@@ -61,8 +56,6 @@ class Mesh:
         """
         self.device_type = device_type
         self.degrees = dict(degrees)
-        # torch has no mesh for mps, which runs one process only
-        device_type = "cpu" if device_type == "mps" else device_type
         pp = degrees["pp"]
         replicas = degrees["dp_replicate"]
         shards = degrees["dp_shard"] * degrees["cp"]

@@ -329,6 +329,7 @@ def pipeline_stage_class() -> type[PipelineStage]:
     if hasattr(_RecvInfo, "allocate_buffer"):  # from 2.15 on
         return Stage
 
+    # To be removed when 2.15 is the oldest release that is supported: it has few buffers itself
     class StageWithFewBuffers(Stage):
         def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
             device = self.device

@@ -24,7 +24,6 @@ from torch import Tensor
 from titanlite.config.schema import Config
 from titanlite.data.stream import TrainStream
 from titanlite.distributed.agreement import broadcast_from_rank0
-from titanlite.distributed.mesh import sum_dtype
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.flops import flops_per_token, peak_tflops
 from titanlite.observe.console import Eta, step_line
@@ -153,7 +152,7 @@ class Metrics:
         It reads from the device, so the host waits.
         """
         values = (loss, grad_norm, num_targets, self._targets, self._empty_steps)
-        scalars = [value.to(sum_dtype(self.device)) for value in values]
+        scalars = [value.to(torch.float64) for value in values]
         loss_value, norm_value, targets, all_targets, empty_steps = torch.stack(scalars).tolist()
         self._add_time()
         progress = self.progress

@@ -115,8 +115,6 @@ def attention_kernel(
 
     It is cudnn, flash, efficient or math.
     """
-    if device.type == "mps":
-        return "math"
 
     def empty(num_heads: int) -> Tensor:
         shape = (1, num_heads, seq_len, config.head_dim)

@@ -24,7 +24,7 @@ from titanlite.data.prepared import PreparedData
 from titanlite.data.rows import IGNORED, Batch, Windows, validation_rows
 from titanlite.data.stream import TrainStream, validation_batches
 from titanlite.data.to_device import to_device
-from titanlite.distributed.mesh import Mesh, sum_dtype
+from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.signals import Requests
 from titanlite.observe.metrics import Metrics, perplexity
 from titanlite.runtime.errors import ConfigError
@@ -131,7 +131,7 @@ class Validator:
     def sums(self, windows: Windows | PackedRows, requests: Requests) -> Sums | None:
         """Computes the sums over a text; returns None if a signal has arrived on any rank."""
         device = self.metrics.device
-        loss = torch.zeros((), dtype=sum_dtype(device), device=device)
+        loss = torch.zeros((), dtype=torch.float64, device=device)
         counts = torch.zeros(2, dtype=torch.int64)  # targets, bytes that they encode
         for batch in validation_batches(windows, self.config.samples, self.stream):
             mark_phase(Phase.VALIDATE)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from titanlite.distributed.mesh import Mesh, sum_dtype
+from titanlite.distributed.mesh import Mesh
 from titanlite.model.moe import MixtureOfExperts, RouterProbabilities, choose, count
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class RouterBalance:
         """
         if not self.num_experts:
             return {}
-        figures = torch.zeros(self.num_layers, 2, dtype=sum_dtype(self.device), device=self.device)
+        figures = torch.zeros(self.num_layers, 2, dtype=torch.float64, device=self.device)
         for name, layer in self.layers.items():
             loss = self.num_experts * (layer.load * layer.mean_probability).sum()
             figures[int(name)] = torch.stack((loss, layer.load.max() / layer.load.mean()))
@@ -124,14 +124,15 @@ class ObservedProbabilities(RouterProbabilities):
     def __init__(self, moe: MixtureOfExperts, device: torch.device) -> None:
         super().__init__()
         self.experts_per_token = moe.experts_per_token
-        dtype = sum_dtype(device)
         num = moe.num_experts
         # f_e of the last step (E,), and P_e. Plain attributes: no state of the model
-        self.load = torch.full((num,), moe.experts_per_token / num, dtype=dtype, device=device)
+        self.load = torch.full(
+            (num,), moe.experts_per_token / num, dtype=torch.float64, device=device
+        )
         self.mean_probability = torch.full_like(self.load, 1 / num)
         self.gradient = torch.zeros(num, device=device)
         # Counts and sums of probabilities (2, E), of this rank's tokens in this step
-        self.sums = torch.zeros(2, num, dtype=dtype, device=device)
+        self.sums = torch.zeros(2, num, dtype=torch.float64, device=device)
 
     def forward(self, logits: Tensor) -> Tensor:
         probabilities = super().forward(logits)

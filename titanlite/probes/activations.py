@@ -36,7 +36,6 @@ from torch.overrides import TorchFunctionMode
 from titanlite.data.rows import Batch
 from titanlite.data.to_device import to_device
 from titanlite.distributed.agreement import is_alone
-from titanlite.distributed.mesh import sum_dtype
 from titanlite.observe.metrics import Metrics
 from titanlite.parallel.stages import Stages
 from titanlite.probes.layer_norms import finite
@@ -61,8 +60,7 @@ class Activations:
         self.num_layers = stages.model_parts[0].config.num_layers
         self._block = 0  # the block whose forward is running
         # For each block: number of outputs, their sum, and the sum of their squares
-        dtype = sum_dtype(metrics.device)
-        self._sums = torch.zeros(3, self.num_layers, dtype=dtype, device=metrics.device)
+        self._sums = torch.zeros(3, self.num_layers, dtype=torch.float64, device=metrics.device)
         # For each block: the largest absolute output, and the largest logit
         self._largest = torch.zeros_like(self._sums[:2])
 

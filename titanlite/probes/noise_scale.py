@@ -35,7 +35,6 @@ from titanlite.data.rows import Batch, count_targets
 from titanlite.data.to_device import to_device
 from titanlite.distributed.agreement import is_alone
 from titanlite.distributed.dtensor import sum_of_squares
-from titanlite.distributed.mesh import sum_dtype
 from titanlite.observe.metrics import Progress
 from titanlite.optim.loss_scale import LossScale
 from titanlite.parallel.stages import Stages
@@ -63,10 +62,9 @@ class NoiseScale:
 
     def reset(self) -> None:
         """Restores the state at the beginning of a run."""
-        dtype = sum_dtype(self.device)
-        self.averages = torch.zeros(2, dtype=dtype, device=self.device)
-        self._small = torch.zeros((), dtype=dtype, device=self.device)
-        self._small_targets = torch.zeros((), dtype=dtype, device=self.device)
+        self.averages = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self._small = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._small_targets = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def state_dict(self) -> dict[str, Any]:
         if self.freq == 0:

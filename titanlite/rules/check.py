@@ -8,7 +8,6 @@ nearest values that fit. The rules are in the files of this folder:
     divides.py    sizes that must be divisible by others
     excludes.py   settings that exclude each other
     names.py      settings that name parts of the model
-    apple.py      what `run.device = mps` supports
     unused.py     settings that have no effect: reported, not refused
     compiled.py   whether `compile.enabled = auto` compiles
 """
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 from titanlite.config.schema import Config
 from titanlite.model.flavors import LlamaConfig
-from titanlite.rules import apple, divides, excludes, names
+from titanlite.rules import divides, excludes, names
 from titanlite.rules.degrees import resolve_degrees
 from titanlite.runtime.errors import ConfigError
 
@@ -42,7 +41,6 @@ RULES: tuple[Rule, ...] = (
     divides.noise_scale,
     excludes.noise_scale,
     names.optimizer_groups,
-    apple.apple_problems,
     excludes.float8,
     names.float8_skip,
     names.lora,

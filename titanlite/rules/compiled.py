@@ -13,7 +13,7 @@ def reason_not_compiled(
 ) -> str:
     """Gives the reason why the blocks are not compiled; empty if they are.
 
-    `dim` is the model's width, `device_type` cuda, cpu or mps.
+    `dim` is the model's width, `device_type` cuda or cpu.
     """
     if config.compile.enabled == "true":
         return ""

@@ -27,8 +27,6 @@ def loss_chunks(config: Config, vocab_size: int, degrees: Mapping[str, int]) -> 
     """
     if config.loss.num_chunks > 0:
         return config.loss.num_chunks
-    if config.run.device == "mps":  # never tried there
-        return 1
     sequences = config.training.local_batch_size
     if degrees["pp"] > 1:
         sequences = config.parallel.pp_microbatch_size

@@ -28,15 +28,13 @@ WITHOUT_CUDNN = "without cuDNN's attention"
 
 
 def device_type(name: str) -> str:
-    """Resolves `run.device` to cuda, mps or cpu.
+    """Resolves `run.device` to cuda or cpu.
 
     Raises ConfigError for a device that torch does not find.
     """
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    no_cuda = name == "cuda" and not torch.cuda.is_available()
-    no_mps = name == "mps" and not torch.backends.mps.is_available()
-    if no_cuda or no_mps:
+    if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"run.device = {name}: torch finds no such device; allowed: auto, cpu")
     return name
 
@@ -45,14 +43,12 @@ def device_name(device: torch.device) -> str:
     """Returns the readable name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    if device.type == "mps":
-        return "Apple GPU"
     return "CPU"
 
 
 def open_device(name: str) -> torch.device:
-    """Opens the device of this process: the CPU, Apple's GPU, or the CUDA device whose index is the
-    rank on the node.
+    """Opens the device of this process: the CPU, or the CUDA device whose index is the rank on the
+    node.
     """
     kind = device_type(name)
     if kind != "cuda":
