@@ -24,12 +24,10 @@ CALLS = (
     "convert hf",
     "convert torch",
     "convert safetensors",
-    "convert hf --force",
-    "convert torch --force",
 )
 POWER = CALLS[3:]  # a run makes the same calls as its saves
 CASES = [*(("fail_calls", name) for name in CALLS), *(("fail_power", name) for name in POWER)]
-SAMPLED = ("train in the background", "save", "prepare", "convert hf --force")
+SAMPLED = ("train in the background", "save", "prepare", "convert hf")
 SAMPLE = [
     (function, name, 20 if function == "fail_power" else 3)
     for function, name in CASES

@@ -301,11 +301,11 @@ class Preparing(Scenario):
 
 
 class Converting(Scenario):
-    """`titanlite convert` to a new target in a new folder, or with --force over an older one."""
+    """`titanlite convert` to a new target in a new folder."""
 
-    def __init__(self, folder: Path, to: str, suffix: str = "", force: bool = False) -> None:
+    def __init__(self, folder: Path, to: str, suffix: str = "") -> None:
         super().__init__(folder)
-        self.to, self.force = to, force
+        self.to = to
         self.target, self.source = self.work / f"new/folder/target{suffix}", folder / "source"
         config = dataclasses.replace(SMALL, num_layers=1)
         state = {"model": ModelState([small_model(config=config)]).state_dict()}
@@ -314,53 +314,28 @@ class Converting(Scenario):
             self.source / "checkpoints", 7, state, {"model.json": config.to_json().encode()}, facts
         )
         self.whole = load_full_state(self.source)
-        if force:
-            assert forked(lambda: self.convert("--dtype=bf16")).code == 0
-            self.work.rename(folder / "old")
-
-    def prepare(self) -> None:
-        if self.force:
-            shutil.copytree(self.folder / "old", self.work, dirs_exist_ok=True)
-
-    def convert(self, *options: str) -> int:
-        return main(
-            [
-                "convert",
-                str(self.source),
-                str(self.target),
-                "--to",
-                self.to,
-                "--no-verify",
-                *options,
-            ]
-        )
 
     def run(self, again: bool = False) -> int:
-        return self.convert(*["--force"] * (self.force or (again and self.succeeded)))
+        there = again and self.state() == "new"
+        code = main(["convert", str(self.source), str(self.target), "--to", self.to, "--no-verify"])
+        return code - 2 if there else code  # a target that is there is refused
 
     def state(self) -> str:
         """What is at the target."""
         if not self.target.exists():
             return "nothing"
         try:
-            found, states = (
-                load_full_state(self.target),
-                {torch.float32: "new", torch.bfloat16: "old"},
-            )
+            found = load_full_state(self.target)
             same = list(found) == list(self.whole) and found.model == self.whole.model
-            same &= all(
-                torch.equal(found[name], self.whole[name].to(found[name].dtype))
-                for name in self.whole
-            )
+            same &= all(torch.equal(found[name], self.whole[name]) for name in self.whole)
             same &= self.to != "titanlite" or not damages(self.target)
-            return states[found["norm.weight"].dtype] if same else "damaged"
+            return "new" if same else "damaged"
         except ConfigError as error:
             return f"damaged: {error}"
 
     def lost(self, outcome: Outcome, kind: str) -> list[str]:
         state = self.state()
-        self.succeeded = outcome.code == 0 or (kind == "power" and state == "new")
-        allowed = ["new"] + (["old" if self.force else "nothing"] if outcome.code else [])
+        allowed = ["new"] + (["nothing"] if outcome.code else [])
         return [] if state in allowed else [f"at the target: {state}"]
 
     def unrecovered(self) -> list[str]:
@@ -404,6 +379,4 @@ SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
     "convert hf": lambda folder: Converting(folder, "hf"),
     "convert torch": lambda folder: Converting(folder, "torch", ".pt"),
     "convert safetensors": lambda folder: Converting(folder, "safetensors", ".safetensors"),
-    "convert hf --force": lambda folder: Converting(folder, "hf", force=True),
-    "convert torch --force": lambda folder: Converting(folder, "torch", ".pt", force=True),
 }

@@ -26,7 +26,6 @@ from io_calls import Call
 ALL = 256  # so many states of one moment are enumerated
 AT_RANDOM = 64
 DROPPED, KEPT, ZEROS, HALF = range(4)
-RENAME_EXCHANGE = 2
 Tree = dict[str, "bytes | None"]  # path -> content, or None for a folder
 
 
@@ -99,11 +98,11 @@ class Disk:
         elif call.name == "unlink":
             folder.change({name: None})
         elif call.name == "rename":
-            other, new, there = self.find(call.other)
+            other, new, _ = self.find(call.other)
             assert other is folder, (
                 "a rename into another folder is two changes, which this model does not have"
             )
-            folder.change({new: node, name: there if call.number & RENAME_EXCHANGE else None})
+            folder.change({new: node, name: None})
         elif call.name == "link":
             other, new, _ = self.find(call.other)
             other.change({new: node})

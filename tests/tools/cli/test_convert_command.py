@@ -45,7 +45,7 @@ MISTAKES = {
     "another dtype": (["S", "T.pt", "--dtype", "fp64"], "allowed: bf16, fp16, fp32"),
     "another step": (["S", "T.pt", "--step", "8"], "allowed: 7"),
     "into itself": (["S", "S/checkpoints/step-7/x.pt"], "choose another path"),
-    "it exists": (["S", "E.pt"], "E.pt: exists already"),
+    "it exists": (["S", "E.pt"], "E.pt: this file exists already"),
     "full model": (["S", "T", "--to", "hf", "--full"], "hf holds a model only"),
     "a text file": (
         ["E.pt", "T", "--to", "hf"],

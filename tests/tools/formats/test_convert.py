@@ -5,6 +5,7 @@ is one error.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -264,68 +265,40 @@ def test_a_wrong_meaning_is_found_by_its_answers(steps, tmp_path, monkeypatch, m
         convert(source.path, tmp_path / "there", Options("hf"), log=quiet)
 
 
-def test_force_replaces(steps, tmp_path):
-    target = tmp_path / "there"
-    convert(steps["grouped"], target, Options("hf"), log=quiet)
-    convert(steps["scaled"], target, Options("safetensors", force=True), log=quiet)
-    assert load_full_state(target).model == SCALED
-    assert sorted(os.listdir(tmp_path)) == ["there"]
-    assert not (target / "config.json").exists()
-    for to in FORMATS:
-        if to != "torch":
-            convert(steps["debug"], target, Options(to, force=True), log=quiet)
-    (target / "mine").write_text("mine")
-    with pytest.raises(ConfigError, match="there: holds mine; --force replaces only"):
-        convert(steps["scaled"], target, Options("safetensors", force=True), log=quiet)
-    (tmp_path / "link").symlink_to(target)
-    with pytest.raises(ConfigError, match="link: is a link or a device"):
-        convert(steps["scaled"], tmp_path / "link", Options("safetensors", force=True), log=quiet)
-    assert (target / "mine").read_text() == "mine"
-
-
-def test_force_replaces_nothing_else(steps, tmp_path, monkeypatch, capsys):
-    """Neither a folder that is something else, nor what looks like a leftover and is not."""
+def test_an_existing_target_is_refused(steps, tmp_path, monkeypatch, capsys):
+    """Also a folder without files and a link; what looks like a leftover and is not stays."""
     monkeypatch.chdir(tmp_path)
     for folder in ("letters", "run/checkpoints", "here"):
         Path(folder).mkdir(parents=True)
         (Path(folder) / "mine").write_text("mine")
     for name in ("x.tmp-original.pt", "x.titanlite-tmp-original.pt", "y.titanlite-tmp-0123abcd.pt"):
         Path(name).write_text("mine")
+    Path("empty").mkdir()
     Path("loop").symlink_to("loop")
     shutil.copytree(steps["grouped"], "source")
     before = sorted(Path().rglob("*"))
-    for target in ("letters", "run", ".", "..", "source/checkpoints/step-7", "source", "loop/x"):
-        assert main(["convert", "source", target, "--to", "hf", "--force"]) == 2, target
-        assert "Traceback" not in capsys.readouterr().err
+    for target, problem in {
+        "letters": "letters: this folder exists already; remove it, or choose another name",
+        "empty": "this folder exists already",
+        "x.tmp-original.pt": "this file exists already",
+        "loop": "this link exists already",
+        "run": "this folder exists already",
+        ".": "is, contains or lies in the source",
+        "..": "is, contains or lies in the source",
+        "source/checkpoints/step-7": "is, contains or lies in the source",
+        "source": "is, contains or lies in the source",
+        "loop/x": "",
+    }.items():
+        to = "torch" if target.endswith(".pt") else "hf"
+        assert main(["convert", "source", target, "--to", to]) == 2, target
+        told = capsys.readouterr().err
+        assert problem in told
+        assert "Traceback" not in told
     assert sorted(Path().rglob("*")) == before
     assert main(["convert", "source", "x.pt"]) == 0
     assert {str(path) for path in Path().iterdir()} == {
         str(path) for path in before if len(path.parts) == 1
     } | {"x.pt"}
-
-
-@pytest.fixture(params=["renameat2", "rename"])
-def renames(request, monkeypatch):
-    """With the system call that exchanges two names, and where it is missing."""
-    if request.param == "rename":
-        monkeypatch.setattr(output_path, "_renameat2", lambda path, target, flag: False)
-
-
-def test_a_failed_replacement_brings_back_what_was_there(steps, tmp_path, monkeypatch):
-    convert(steps["grouped"], tmp_path / "there", Options("hf"), log=quiet)
-    original = Path.rename
-
-    def rename(self, target):
-        if "titanlite-tmp" in self.name:
-            raise OSError(5, "Input/output error")
-        return original(self, target)
-
-    monkeypatch.setattr(output_path, "_renameat2", lambda path, target, flag: False)
-    monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(OSError, match="Input/output error"):
-        convert(steps["scaled"], tmp_path / "there", Options("hf", force=True), log=quiet)
-    assert os.listdir(tmp_path) == ["there"]
-    assert load_full_state(tmp_path / "there").model == GROUPED
 
 
 def add_file(target: Path) -> None:
@@ -337,32 +310,38 @@ def add_folder(target: Path) -> None:
     target.mkdir()
 
 
-@pytest.mark.usefixtures("renames")
+@pytest.mark.parametrize("to", ["hf", "torch"])
 @pytest.mark.parametrize(
-    ("force", "appear", "problem"),
+    "appear",
     [
-        (False, add_file, "appeared while it was written"),
-        (False, add_folder, "appeared while it was written"),
-        (False, lambda target: target.write_text("mine"), "appeared while it was written"),
-        (True, add_file, "holds mine"),
-        (True, lambda target: target.symlink_to("elsewhere"), "is a link"),
+        add_file,
+        add_folder,
+        lambda target: target.write_text("mine"),
+        lambda target: target.symlink_to("elsewhere"),
     ],
 )
-def test_what_appears_while_the_output_is_written_is_kept(
-    steps, tmp_path, monkeypatch, force, appear, problem
-):
-    target, write = tmp_path / "there", targets.TARGETS["hf"].write
+def test_what_appears_while_the_output_is_written_is_kept(steps, tmp_path, monkeypatch, to, appear):
+    target, write = tmp_path / "there", targets.TARGETS[to].write
 
     def write_slowly(path, export):
         write(path, export)
         appear(target)
 
-    monkeypatch.setattr(targets.TARGETS["hf"], "write", write_slowly)
-    with pytest.raises(ConfigError, match=f"there: {problem}"):
-        convert(steps["grouped"], target, Options("hf", force=force), log=quiet)
+    monkeypatch.setattr(targets.TARGETS[to], "write", write_slowly)
+    with pytest.raises(ConfigError, match="there: appeared while it was written"):
+        convert(steps["grouped"], target, Options(to), log=quiet)
     assert os.listdir(tmp_path) == ["there"]
     assert not target.is_file() or target.read_text() == "mine"
     assert not target.is_dir() or os.listdir(target) == (["mine"] if appear is add_file else [])
+
+
+def test_a_file_system_without_links_gets_a_file_too(steps, tmp_path, monkeypatch):
+    def link(source, target):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    convert(steps["scaled"], tmp_path / "there.pt", log=quiet)
+    assert os.listdir(tmp_path) == ["there.pt"]
 
 
 def test_two_conversions_to_one_target_do_not_meet(steps, tmp_path):
@@ -374,41 +353,31 @@ def test_two_conversions_to_one_target_do_not_meet(steps, tmp_path):
         convert(steps["grouped"], target, Options("hf"), log=quiet)
     outcomes: list[str] = []
 
-    def convert_it(name: str) -> None:
+    def convert_it(name: str, target: Path) -> None:
         try:
-            convert(steps[name], target, Options("hf", force=True), log=quiet)
+            convert(steps[name], target, Options("hf"), log=quiet)
             outcomes.append("done")
         except ConfigError as error:
             outcomes.append(str(error).partition(": ")[2].partition(" is")[0])
 
-    for _ in range(5):
+    for i in range(5):
         threads = [
-            threading.Thread(target=convert_it, args=(name,))
+            threading.Thread(target=convert_it, args=(name, tmp_path / f"there{i}"))
             for name in ("grouped", "scaled", "debug")
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert set(outcomes) <= {"done", "another conversion"}
-    assert outcomes.count("done") >= 5
-    assert os.listdir(tmp_path) == ["there"]
-    assert load_full_state(target).model in MODELS.values()
-
-
-def test_what_a_killed_replacement_left_gets_its_name_back(steps, tmp_path, caplog):
-    target, old = tmp_path / "there", tmp_path / "there.titanlite-old-0123abcd"
-    convert(steps["grouped"], old, Options("hf"), log=quiet)
-    with pytest.raises(ConfigError, match="there: exists already"):
-        convert(steps["scaled"], target, Options("hf"), log=quiet)
-    assert os.listdir(tmp_path) == ["there"]
-    assert "its name is restored" in caplog.text
-    target.rename(old)
-    convert(steps["scaled"], target.with_name("other"), Options("hf"), log=quiet)
-    target.with_name("other").rename(target)
-    convert(steps["debug"], target, Options("hf", force=True), log=quiet)
-    assert sorted(os.listdir(tmp_path)) == [target.name, old.name]
-    assert str(old) in caplog.text
+    busy, taken = (
+        "another conversion",
+        "this folder exists already; remove it, or choose another name",
+    )
+    assert set(outcomes) <= {"done", busy, taken}
+    assert outcomes.count("done") == 5
+    assert sorted(os.listdir(tmp_path)) == [f"there{i}" for i in range(5)]
+    for i in range(5):
+        assert load_full_state(tmp_path / f"there{i}").model in MODELS.values()
 
 
 @pytest.mark.slow
@@ -430,18 +399,18 @@ def test_a_shape_that_is_given_is_kept(steps, tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_refused_without_force(tmp_path, value):
+def test_what_is_not_finite_is_refused_unless_it_is_allowed(tmp_path, value):
     weights = dict(small_model(config=SMALL).state_dict())
     weights["norm.weight"][3] = value
     torch.save({"model": weights, "model_config": json.loads(SMALL.to_json())}, tmp_path / "a.pt")
     with pytest.raises(
-        ConfigError, match=r"'norm\.weight': NaN or infinity; convert it anyway with --force"
+        ConfigError,
+        match=r"'norm\.weight': NaN or infinity; convert it anyway with --allow-nonfinite",
     ):
         convert(tmp_path / "a.pt", tmp_path / "b", Options("hf"), log=quiet)
     assert os.listdir(tmp_path) == ["a.pt"]
-    convert(
-        tmp_path / "a.pt", tmp_path / "b", Options("titanlite", force=True, verify=False), log=quiet
-    )
+    allowed = Options("titanlite", allow_nonfinite=True, verify=False)
+    convert(tmp_path / "a.pt", tmp_path / "b", allowed, log=quiet)
     with pytest.raises(ConfigError, match="holds NaN or infinity"):
         convert(tmp_path / "b", tmp_path / "c", Options("hf"), log=quiet)
 
@@ -596,16 +565,13 @@ def test_a_damaged_source_is_one_error(steps, tmp_path, monkeypatch, capsys, to,
     monkeypatch.chdir(tmp_path)
     convert(steps["scaled"], tmp_path / "source", Options(to), log=quiet)
     damage(tmp_path / "source")
-    (tmp_path / "target").mkdir()
-    (tmp_path / "target/model.json").write_text("mine")
-    assert main(["convert", "source", "target", "--to", "safetensors", "--force"]) in (1, 2)
+    assert main(["convert", "source", "target", "--to", "safetensors"]) in (1, 2)
     told = capsys.readouterr().err.splitlines()
     assert [line for line in told if line.startswith("error: ")]
     assert "source" in "".join(told)
     assert "Traceback" not in "".join(told)
     assert not (tmp_path / "executed").exists()
-    assert sorted(os.listdir(tmp_path)) == ["source", "target"]
-    assert (tmp_path / "target/model.json").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["source"]
 
 
 @pytest.mark.parametrize("to", slow_but("titanlite", "dcp"))  # the two ways of reading

@@ -129,7 +129,7 @@ def test_what_was_not_compared_is_not_called_so(tmp_path, monkeypatch):
     told: list[str] = []
     weights = {"norm.weight": torch.full((32,), float("nan"))}
     source = make_file(tmp_path / "a.pt", more=weights)
-    convert(source, tmp_path / "b", Options("hf", force=True), log=told.append)
+    convert(source, tmp_path / "b", Options("hf", allow_nonfinite=True), log=told.append)
     assert told[-1] == "verified: 30 tensors bit by bit; its logits are not finite"
 
     def interrupt(*arguments):

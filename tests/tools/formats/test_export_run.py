@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -23,6 +25,28 @@ def test_a_finished_run_leaves_its_model(pool, arguments, tmp_path):
     # The run goes on, and replaces it
     assert pool.run(1, train_run, [*run, "--training.steps=8"]) == [0]
     assert torch.load(tmp_path / "debug/model.pt", weights_only=True)["step"] == 8
+
+
+@pytest.mark.parametrize("form", ["hf", "torch"])
+def test_an_export_replaces_an_earlier_one_and_nothing_else(whole_run, tmp_path, caplog, form):
+    folder = tmp_path / "run"
+    shutil.copytree(whole_run(), folder)
+    target = folder / export_run.TARGETS[form]
+    others = set(os.listdir(folder))
+    export_run.export_run(folder, form)
+    assert load_full_state(target).about.step in (6, None)
+    weights = target / "model.safetensors" if form == "hf" else target
+    whole = weights.read_bytes()
+    weights.write_bytes(b"of an earlier step")
+    export_run.export_run(folder, form)
+    assert weights.read_bytes() == whole
+    assert set(os.listdir(folder)) == others | {target.name}
+    assert not caplog.records
+    if form == "hf":
+        (target / "mine").write_text("mine")
+        export_run.export_run(folder, form)
+        assert f"{target}: holds mine" in caplog.text
+        assert (target / "mine").read_text() == "mine"
 
 
 def fail_to_export(arguments: list[str], error: type[Exception]) -> int:

@@ -1,4 +1,4 @@
-"""README.md of an exported folder: figures of the run, no paths, and no user's file replaced."""
+"""README.md of an exported folder: figures of the run, and no paths."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import json
 import re
 
 import pytest
-from messages import refused
 from runs import rows
 
 from titanlite.tools.formats.convert import convert
 from titanlite.tools.formats.export import Options
-from titanlite.tools.formats.model_card import CARD, MARK
+from titanlite.tools.formats.model_card import CARD
 
 HF = Options(to="hf")
 
@@ -69,18 +68,6 @@ def test_a_folder_with_a_dot_in_its_name_keeps_it(whole_run, tmp_path):
     convert(whole_run(), tmp_path / "Llama-3.2-1B", HF)
     convert(tmp_path / "Llama-3.2-1B", tmp_path / "second", HF)
     assert "\n# Llama-3.2-1B\n" in (tmp_path / "second" / CARD).read_text()
-
-
-def test_only_our_card_is_replaced(whole_run, tmp_path):
-    target = tmp_path / "hf"
-    convert(whole_run(), target, HF)
-    again = Options(to="hf", force=True)
-    convert(whole_run(), target, again)
-    assert MARK in (target / CARD).read_text()
-    (target / CARD).write_text("# Mine\n")
-    with refused(CARD, "--force replaces only"):
-        convert(whole_run(), target, again)
-    assert (target / CARD).read_text() == "# Mine\n"
 
 
 @pytest.mark.parametrize("name", ["a|b", "<script>", "a\nb"])

@@ -74,7 +74,7 @@ def run(argv: list[str]) -> int:
         help="read the output again and compare it with the source (default)",
     )
     parser.add_argument(
-        "--force", action="store_true", help="replace TARGET; convert NaN and infinity"
+        "--allow-nonfinite", action="store_true", help="convert NaN and infinity too"
     )
     arguments = vars(parser.parse_args(argv))
     source = arguments.pop("source")

@@ -7,7 +7,7 @@ group.
     weights["layers.0.attention.wq.weight"]          # read now, in titanlite's order of rows
 
 What it is: detect the source's format (`detect_format.py`), check that the target's can hold it
-(`targets.py`), verify the source's hashes, write beside the target, sync, rename
+(`targets.py`), verify the source's hashes, write beside the target, sync, publish
 (`output_path.py`), open the output again and compare the two (`check_export.py`).
 What it costs: memory for blocks of rows; time for reading and writing once, for hashing a step
 folder before, and for the comparison, which reads both again.
@@ -42,7 +42,8 @@ from titanlite.tools.formats.output_path import (
     lock_target,
     publish,
     remove,
-    require_writable,
+    require_apart,
+    require_new,
     temporary_path,
 )
 from titanlite.tools.formats.same_model import differences
@@ -84,15 +85,14 @@ def convert(
     target = Path(os.path.abspath(target))
     form = _format_of(target, options)
     state = form.open_source(Path(source), options)
-    require_writable(state.path, target, options.force)
-    log(describe(state, options.full))
+    require_apart(state.path, target)
     export = Export(state, options)
-    _require_convertible(export, form, options.force)
+    _require_convertible(export, form, options.allow_nonfinite)
     make_folder(target.parent)
     with lock_target(target, state.path):
-        # Again: another conversion may have ended since
-        require_writable(state.path, target, options.force)
-        _write(export, target, form, options.force, log)
+        require_new(target)
+        log(describe(state, options.full))
+        _write(export, target, form, options.allow_nonfinite, log)
         result = _read_back(export, target, form)
         if options.verify:
             _compare(export, result, form, log)
@@ -145,7 +145,7 @@ def _format_of(target: Path, options: Options) -> Target:
     return form
 
 
-def _require_convertible(export: Export, form: Target, force: bool) -> None:
+def _require_convertible(export: Export, form: Target, allow_nonfinite: bool) -> None:
     """Raises ConfigError if the source cannot be written in that format, or is not finite."""
     state = export.state
     if export.full and not form.holds_training:
@@ -158,9 +158,10 @@ def _require_convertible(export: Export, form: Target, force: bool) -> None:
         )
     if export.full and not state.others:
         raise ConfigError(f"--full: {state.path} holds a model only")
-    if state.about.finite is False and not force:
+    if state.about.finite is False and not allow_nonfinite:
         raise ConfigError(
-            f"{state.path}: holds NaN or infinity; choose another step, or convert it with --force"
+            f"{state.path}: holds NaN or infinity; choose another step, or convert it with "
+            "--allow-nonfinite"
         )
     form.check(export)
     if state.about.step == 0:
@@ -168,9 +169,13 @@ def _require_convertible(export: Export, form: Target, force: bool) -> None:
 
 
 def _write(
-    export: Export, target: Path, form: Target, force: bool, log: Callable[[str], None]
+    export: Export,
+    target: Path,
+    form: Target,
+    allow_nonfinite: bool,
+    log: Callable[[str], None],
 ) -> None:
-    """Writes beside the target and renames; on an error nothing is left."""
+    """Writes beside the target and publishes it; on an error nothing is left."""
     state = export.state
     needed = export.nbytes * (2 if form.needs_scratch else 1) + SPARE
     free = shutil.disk_usage(target.parent).free
@@ -186,9 +191,9 @@ def _write(
         with progress_bar(export.nbytes, "converting") as bar:
             export.progress = bar.update
             form.write(beside, export)
-        if not force:
+        if not allow_nonfinite:
             _require_finite(export)
-        publish(beside, target, force)
+        publish(beside, target)
     except CorruptCheckpoint:
         if not state.path.exists():
             raise ConfigError(
@@ -212,7 +217,9 @@ def _require_finite(export: Export) -> None:
     problem = "NaN or infinity"
     if export.dtype:
         problem += f" as {export.dtype}"
-    raise ConfigError(f"{export.state.path}: {listed}: {problem}; convert it anyway with --force")
+    raise ConfigError(
+        f"{export.state.path}: {listed}: {problem}; convert it anyway with --allow-nonfinite"
+    )
 
 
 def _read_back(export: Export, target: Path, form: Target) -> FullState:

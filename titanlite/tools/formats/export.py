@@ -33,7 +33,7 @@ class Options(Selection):
     shard_size: int = 0  # bytes per file of a format with several; 0: SHARD_SIZE
     names: str = ""  # of dcp: whose names of the parameters; empty: those of torchtitan 0.3
     verify: bool = True  # compare the output with the source
-    force: bool = False  # replace an existing target; write NaN and infinity
+    allow_nonfinite: bool = False  # write NaN and infinity
 
 
 class Outgoing(NamedTuple):

@@ -21,7 +21,6 @@ from titanlite.runtime.errors import printable, shortened
 from titanlite.tools.formats.full_state import FullState
 
 CARD = "README.md"
-MARK = "<!-- `titanlite convert` has written this file, and replaces it with --force. -->"
 HEAD = """\
 ---
 library_name: transformers
@@ -56,13 +55,6 @@ SETTINGS = {
 MOST_SETS = 20  # of validation, in the table
 
 
-def is_card(path: Path) -> bool:
-    """Whether a README.md was written by `model_card`, so that it may be replaced."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return MARK.encode() in file.read(1000)
-    return False
-
-
 def model_card(state: FullState, family: str, length: int) -> bytes:
     """Writes the card of a checkpoint; `family`: of transformers, `length`: the longest sequence.
 
@@ -74,7 +66,7 @@ def model_card(state: FullState, family: str, length: int) -> bytes:
         run = trained.path.parent.parent.name
     name = state.path.name if state.path.is_dir() else state.path.stem
     title = _cell(_setting(trained, "run.name") or run or name)
-    lines = [HEAD, MARK, "", f"# {title}", "", _model(state.model, family, length), ""]
+    lines = [HEAD, f"# {title}", "", _model(state.model, family, length), ""]
     rows = _rows(trained)
     if rows:
         lines += ["## Training", "", "| | |", "|---|---|"]
