@@ -435,13 +435,13 @@ def test_a_full_disk_is_seen_before(steps, tmp_path, monkeypatch):
 
 SLOW_WRITE = """
 import sys, time
-from titanlite.tools.formats.export import Export
-original = Export.examine
-def slow(self, name, block):
+from titanlite.tools.formats import export
+original = export.is_finite
+def slow(block):
     print("writing", flush=True)
     time.sleep(0.5)
-    return original(self, name, block)
-Export.examine = slow
+    return original(block)
+export.is_finite = slow
 from titanlite.tools.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
