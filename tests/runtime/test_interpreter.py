@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.runtime import interpreter
+from titanlite.runtime import interpreter, limited_child
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,6 +90,17 @@ def test_code_does_not_find_the_current_folder(tmp_path, safe):
     assert done.stdout == "['1', 'a b']\n"
 
 
+def test_an_isolated_process_finds_neither_the_current_folder_nor_pythonpath(tmp_path):
+    (tmp_path / "resource.py").write_text("raise SystemExit('imported')")
+    done = subprocess.run(
+        interpreter.isolated(limited_child.forbid, []),
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        check=False,
+    )
+    assert done.returncode == 0
+
+
 def test_processes_are_started_from_the_root_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert interpreter.in_root_folder(os.getcwd) == "/"
@@ -103,10 +114,6 @@ def test_processes_are_started_from_the_root_folder(tmp_path, monkeypatch):
 STARTERS = {
     "runtime/interpreter.py": "the functions themselves",
     "tools/cli/processes.py": "starts train.py by its path, in `interpreter.environment`",
-    "tools/formats/pickle_reader.py": "starts itself by its path, isolated (-I)",
-    "tools/prepare/parquet_reader.py": "the same",
-    "tools/chat/template.py": "the same",
-    "tokenizer/tokenizer_probe.py": "the same",
     "tools/verify/pool.py": "starts its server in / and in `interpreter.environment`",
     "tools/cli/eject_command.py": "prints the interpreter's name",
     "observe/start_and_end.py": "prints the interpreter's name",

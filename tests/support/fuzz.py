@@ -45,6 +45,7 @@ import torch  # noqa: E402
 from fuzz_mutations import LARGEST, mutate  # noqa: E402
 from fuzz_samples import Reader  # noqa: E402
 
+from titanlite.runtime import limited_child  # noqa: E402
 from titanlite.runtime.errors import ConfigError  # noqa: E402
 from titanlite.tokenizer import tokenizer_probe  # noqa: E402
 from titanlite.tools.chat import template  # noqa: E402
@@ -145,12 +146,15 @@ RUNS = (
     "socket.connect",
 )
 # Programs of processes with limits, which may be started
-LIMITED = (
-    pickle_reader.__file__,
-    parquet_reader.__file__,
-    template.__file__,
-    tokenizer_probe.__file__,
-)
+LIMITED = {
+    limited_child.command(module.main, packages)[5]
+    for module, packages in (
+        (pickle_reader, ()),
+        (parquet_reader, ("pyarrow", "numpy")),
+        (template, template.PACKAGES),
+        (tokenizer_probe, ("tokenizers",)),
+    )
+}
 CHANGES = tuple(
     f"os.{name}"
     for name in ("remove", "rename", "mkdir", "rmdir", "link", "symlink", "truncate", "chmod")
@@ -221,9 +225,7 @@ class Child:
             named = self.reader.names_files or type(place) is int
             if not named and not place.startswith(allowed):
                 self.events.append(f"{event} outside the folder: {ascii(place)[1:-1][:200]}")
-        elif event in RUNS and not (
-            event == "subprocess.Popen" and set(LIMITED) & set(arguments[1])
-        ):
+        elif event in RUNS and not (event == "subprocess.Popen" and LIMITED & set(arguments[1])):
             self.events.append(event)
 
     def trace(self, frame: Any, event: str, argument: Any) -> Any:

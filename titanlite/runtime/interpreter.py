@@ -21,7 +21,7 @@ import sys
 
 TYPE_CHECKING = False  # `typing` is not loaded yet
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from typing import TypeVar
 
     T = TypeVar("T")
@@ -94,6 +94,20 @@ def call(function: "Callable[..., object]", *arguments: object) -> list[str]:
     return python(
         f"from {function.__module__} import {name}; sys.exit({name}(*sys.argv[1:]))", *arguments
     )
+
+
+def isolated(
+    function: "Callable[..., object]", folders: "Iterable[str]", *arguments: object
+) -> list[str]:
+    """Builds the command that calls a module's function with these arguments, as text, in an
+    interpreter that finds modules of Python, of this package and in `folders` only.
+    """
+    name = function.__name__
+    code = (
+        f"import sys; sys.path += {[PACKAGES, *folders]!r}; "
+        f"from {function.__module__} import {name}; {name}(*sys.argv[1:])"
+    )
+    return [sys.executable, "-I", "-S", "-B", "-c", code, *map(str, arguments)]
 
 
 def in_root_folder(function: "Callable[[], T]") -> "T":

@@ -2,20 +2,19 @@
 
 Why it is here: a malformed file can make the package's Rust code panic twice and abort the process;
 it must be an ordinary error instead. A file that the child has read is assumed safe to read here.
-What it is: the child starts with this file as its program, has limits of memory and CPU time, and
-imports only from the standard library and the package's folder.
+What it is: the child has limits of memory and CPU time (`runtime/limited_child.py`).
 What it costs: 0.1 s, and reading the file twice.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import resource
 import subprocess
 import sys
-from pathlib import Path
+
+from titanlite.runtime import limited_child
 
 MEMORY = 1 << 33  # bytes of addresses
 SECONDS = 60
@@ -25,10 +24,7 @@ TEXT = "Some text: 12 \u00e9 \u65e5\u672c\t\n"  # encoded and decoded once
 @functools.lru_cache(4)
 def problem_of(texts: tuple[str, ...]) -> str:
     """Describes why the package cannot use one of these tokenizers; "" if it can."""
-    spec = importlib.util.find_spec("tokenizers")
-    assert spec is not None
-    assert spec.origin is not None
-    command = [sys.executable, "-I", "-S", "-B", __file__, str(Path(spec.origin).parents[1])]
+    command = limited_child.command(main, ("tokenizers",))
     done = subprocess.run(
         command, input=json.dumps(texts).encode(), capture_output=True, check=False
     )
@@ -41,16 +37,15 @@ def problem_of(texts: tuple[str, ...]) -> str:
 # From here on: the child
 
 
-def main(folder: str) -> None:
+def main() -> None:
     """Reads tokenizers from standard input, a list of JSON, and answers with the problem."""
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limited_child.forbid()
+    limited_child.limit({resource.RLIMIT_CPU: SECONDS})
     texts = json.loads(sys.stdin.buffer.read())
-    sys.path.append(folder)
-    # Imported here, because only the child needs it; the command names the folder it comes from
+    # Imported here, because only the child needs it
     import tokenizers
 
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    limited_child.limit({resource.RLIMIT_AS: MEMORY})
     problem = ""
     try:
         for text in texts:
@@ -60,7 +55,3 @@ def main(folder: str) -> None:
     except Exception as error:
         problem = (str(error).splitlines() or [type(error).__name__])[0][:300]
     sys.stdout.write(json.dumps(problem))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from fuzz_samples import of_format
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
+from titanlite.runtime import limited_child
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats import pickle_reader
 from titanlite.tools.formats.detect_format import open_full_state
@@ -41,6 +42,7 @@ WATCHED = (
     "os.fork",
     "subprocess.Popen",
 )
+READER = limited_child.command(pickle_reader.main, ())[5]  # the program of the process with limits
 events: list[str] | None = None
 
 
@@ -50,7 +52,7 @@ def watch(event: str, arguments: tuple[Any, ...]) -> None:
         writes = event == "open" and set(arguments[1] or "r") & set("wax+")
         # No module that is imported
         executes = event == "exec" and arguments[0].co_filename.startswith("<")
-        reader = event == "subprocess.Popen" and pickle_reader.__file__ in arguments[1]
+        reader = event == "subprocess.Popen" and READER in arguments[1]
         if (event in WATCHED or writes or executes) and not reader:
             events.append(f"{event} {arguments!r:.100}")
 

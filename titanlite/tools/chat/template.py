@@ -6,7 +6,7 @@ by `{% generation %}` blocks if the template has them, otherwise each answer is 
 by it.
 Why in a child process: a template is third-party code. Jinja's sandbox denies it attributes of
 Python, and the child has limits of CPU time, memory and output: an endless loop or a string of
-gigabytes ends in an error. The child starts with this file as its program.
+gigabytes ends in an error (`runtime/limited_child.py`).
 What it costs: 0.1 s for the process, and a tenth of a millisecond for a conversation; without
 `{% generation %}` twice as much again for each answer, so that the time grows with the square of
 their number: 5 s are enough for about 1,500.
@@ -16,7 +16,6 @@ Reference: transformers 5, `utils/chat_template_utils.py`
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib.util
 import json
 import os
@@ -27,13 +26,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from titanlite.runtime import limited_child
+from titanlite.runtime.errors import printable
 
 SECONDS = 5  # of CPU time, for a conversation
 MARGIN = 1  # second more, where Python cannot interrupt an operation
 WAIT = 12  # times as long on the clock, where the machine is busy
 MEMORY = 1 << 29  # bytes, beside those of Python
+PACKAGES = ("jinja2", "markupsafe")
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Noncharacters around the text of a generation block, until its place is known
 MARK_BEGIN = "\ufdd1"
@@ -125,16 +127,13 @@ class _Child:
         if self.process is None:
             self.process = _start()
         process = self.process
-        assert process.stdin is not None
         assert process.stdout is not None
         line = b""
-        with contextlib.suppress(BrokenPipeError):  # it has ended
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
-            # The child ends itself sooner, but for an operation that Python cannot interrupt
-            if select.select([process.stdout], [], [], WAIT * SECONDS)[0]:
-                # A character has up to 12 bytes in JSON, and an answer up to 30
-                line = process.stdout.readline(50 * request["longest"])
+        limited_child.request(process, request)
+        # The child ends itself sooner, but for an operation that Python cannot interrupt
+        if select.select([process.stdout], [], [], WAIT * SECONDS)[0]:
+            # A character has up to 12 bytes in JSON, and an answer up to 30
+            line = process.stdout.readline(50 * request["longest"])
         if not line.endswith(b"\n"):
             self.stop()
             raise TemplateError(f"rendering it takes more than {SECONDS} s, or too much memory")
@@ -144,15 +143,9 @@ class _Child:
         return answer
 
     def stop(self) -> None:
-        process = self.process
+        if self.process is not None:
+            limited_child.stop(self.process)
         self.process = None
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()  # type: ignore[union-attr]
 
 
 _children: dict[int, _Child] = {}  # by process: after a fork a child is not this process's
@@ -169,19 +162,9 @@ def stop() -> None:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    # Neither the current folder nor PYTHONPATH is searched, only the folders of these packages
-    folders = []
-    for name in ("jinja2", "markupsafe"):
-        spec = importlib.util.find_spec(name)
-        if spec is None or not spec.origin:
-            raise TemplateError("chat templates need jinja2: pip install jinja2")
-        folders.append(str(Path(spec.origin).parents[1]))
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-B", __file__, *dict.fromkeys(folders)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
+    if not all(map(importlib.util.find_spec, PACKAGES)):
+        raise TemplateError("chat templates need jinja2: pip install jinja2")
+    return limited_child.start(main, PACKAGES, {})
 
 
 # From here on: the child
@@ -191,19 +174,15 @@ class TooLong(Exception):
     """The time for a conversation is over."""
 
 
-def main(folders: list[str]) -> None:
-    """Answers requests from standard input, a line of JSON each, on standard output."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    sys.path += folders
+def main() -> None:
+    """Answers requests."""
     render = renderer()
-    for forbidden in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_NPROC):
-        resource.setrlimit(forbidden, (0, 0))
-    memory = MEMORY + _address_space()
-    with contextlib.suppress(ValueError, OSError):  # above the system's own limit
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    limited_child.forbid(resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC)
+    limited_child.limit({resource.RLIMIT_AS: MEMORY + limited_child.address_space()})
     signal.signal(signal.SIGPROF, _too_long)
-    for line in sys.stdin.buffer:
-        _send(sys.stdout.buffer, _answer(render, json.loads(line)))
+    for request in limited_child.requests():
+        limited_child.send(_answer(render, request))
+        sys.stdout.flush()
 
 
 def _answer(render: Any, request: dict[str, Any]) -> dict[str, Any]:
@@ -221,32 +200,14 @@ def _answer(render: Any, request: dict[str, Any]) -> dict[str, Any]:
         return {"error": "it calls itself too often"}
     except Exception as error:  # whatever it is, the template or its conversation is the cause
         text = str(error).strip() or type(error).__name__
-        return {"error": _printable(text.splitlines()[0][:300])}
+        return {"error": printable(text.splitlines()[0][:300])}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
-def _printable(text: str) -> str:
-    """`titanlite.runtime.errors.printable`, which the child cannot import."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def _too_long(number: int, frame: object) -> None:
     raise TooLong
-
-
-def _send(output: IO[bytes], answer: dict[str, Any]) -> None:
-    output.write(json.dumps(answer).encode() + b"\n")
-    output.flush()
-
-
-def _address_space() -> int:
-    """The bytes of memory that this process has; 0 where that is not known."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 0
 
 
 def renderer() -> Any:
@@ -344,7 +305,3 @@ def renderer() -> Any:
         return {"text": text, "answers": answers}
 
     return render
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -3,7 +3,7 @@
 What it is: a pickle is a program. GLOBAL fetches any function, REDUCE calls it. Here an unpickler
 gets, for each name on a list, a stand-in that records its arguments (`Made`), and for any other
 name an error. It works in a process that can open no file, and that ends at a limit of memory or
-time; `read_pickle` starts this file as its program.
+time (`runtime/limited_child.py`).
 Why it is here: torch has no safe way to read this index. DCP unpickles it, and the classes in it
 are not on the list of `torch.load(weights_only=True)`. Without running anything, a pickle of a few
 hundred bytes can still allocate 4 GB (a large memo index), nest shared lists so that they expand
@@ -15,7 +15,6 @@ chunks.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import io
 import json
@@ -23,11 +22,12 @@ import os
 import pickle
 import re
 import resource
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from titanlite.runtime import limited_child
 
 MEMORY = max(1 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16)  # bytes
 LARGEST = MEMORY // 16  # bytes of a pickle
@@ -59,7 +59,7 @@ def read_pickle(path: Path) -> dict[str, Any]:
     """
     with path.open("rb") as file:
         seconds = SECONDS * (1 + (os.fstat(file.fileno()).st_size >> 26))
-        program = [sys.executable, "-I", "-S", "-B", __file__, str(seconds)]
+        program = limited_child.command(main, (), seconds)
         ended = subprocess.run(
             program, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False
         )
@@ -231,22 +231,9 @@ def answer_of(file: BinaryIO) -> str:
         return json.dumps({"error": str(error)[:400] or type(error).__name__})
 
 
-def main(seconds: int) -> None:
+def main(seconds: str) -> None:
     """Reads standard input and prints JSON."""
     gc.disable()  # a third of the time; the process ends soon
-    limits = {resource.RLIMIT_AS: MEMORY, resource.RLIMIT_CPU: seconds}
-    forbidden = (
-        resource.RLIMIT_NOFILE,
-        resource.RLIMIT_NPROC,
-        resource.RLIMIT_FSIZE,
-        resource.RLIMIT_CORE,
-    )
-    for kind_of_limit, most in (limits | dict.fromkeys(forbidden, 0)).items():
-        with contextlib.suppress(ValueError, OSError):  # unknown to the system; the others remain
-            resource.setrlimit(kind_of_limit, (most, most))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    limited_child.limit({resource.RLIMIT_AS: MEMORY, resource.RLIMIT_CPU: int(seconds)})
+    limited_child.forbid(resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE)
     sys.stdout.write(answer_of(sys.stdin.buffer))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -2,8 +2,7 @@
 
 What it is: pyarrow reads the file in a child process, which writes the bytes of each row to a pipe.
 Its memory and CPU time have limits that grow with the size of what is read, and a row longer than a
-document may be is not sent. The child starts with this file as its program, knows no folder but
-those of Python and pyarrow, and is used for the next file.
+document may be is not sent. The child (`runtime/limited_child.py`) is used for the next file.
 Why it is here: a page of a few bytes can stand for gigabytes, and what the file says of its own
 sizes need not be true. Within a process, pyarrow has no limit of memory, and an allocation that
 fails is not always an error but sometimes the end of the process.
@@ -14,7 +13,6 @@ the process; tokenising them takes 28.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib.util
 import json
 import os
@@ -24,8 +22,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+from titanlite.runtime import limited_child
 
 # Bytes: of any file, and for each byte of the columns that are read
 MEMORY = 1 << 30
@@ -109,14 +108,11 @@ def _ask(request: dict[str, Any]) -> Iterator[tuple[dict[str, Any], IO[bytes]]]:
     Raises UnreadableParquet if the child says so or ends.
     """
     child = idle_children.pop() if idle_children else _start()
-    assert child.stdin is not None
     assert child.stdout is not None
     complete = False
     try:
         limits = {"memory": MEMORY, "seconds": SECONDS}
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which is seen below
-            child.stdin.write(json.dumps(limits | request).encode() + b"\n")
-            child.stdin.flush()
+        limited_child.request(child, limits | request)
         while not complete:
             line = child.stdout.readline()
             if not line:
@@ -133,7 +129,7 @@ def _ask(request: dict[str, Any]) -> Iterator[tuple[dict[str, Any], IO[bytes]]]:
         if complete:
             idle_children.append(child)
         else:  # what it has written so far has no reader
-            _stop(child)
+            limited_child.stop(child)
 
 
 def _read(content: IO[bytes], count: int) -> bytes:
@@ -151,93 +147,50 @@ def _ended(code: int) -> UnreadableParquet:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    # Neither the current folder nor PYTHONPATH is searched (-I -S), only the folders of these
-    # packages.
-    folders = []
-    for name in ("pyarrow", "numpy"):
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.origin:
-            folders.append(str(Path(spec.origin).parents[1]))
-    command = [sys.executable, "-I", "-S", "-B", __file__, *dict.fromkeys(folders)]
     # Its other memory pools reserve many addresses, and these are limited
-    environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"}
-    pipes: dict[str, Any] = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.DEVNULL,
-    }
-    return subprocess.Popen(command, env=environment, **pipes)
-
-
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    child.kill()
-    child.wait()
-    for stream in (child.stdin, child.stdout):
-        with contextlib.suppress(BrokenPipeError):
-            stream.close()  # type: ignore[union-attr]
+    variables = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
+    return limited_child.start(main, ("pyarrow", "numpy"), variables)
 
 
 @atexit.register
 def stop_idle() -> None:
     """Ends the processes that wait for a file."""
     while idle_children:
-        _stop(idle_children.pop())
+        limited_child.stop(idle_children.pop())
 
 
 # From here on: the child
 
 
-def main(folders: list[str]) -> None:
-    """Answers requests from standard input, a line of JSON each, on standard output."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    for forbidden in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
-        resource.setrlimit(forbidden, (0, 0))
-    sys.path += folders
-    # The time of this import is the child's, and the file names the folder it comes from
+def main() -> None:
+    """Answers requests."""
+    limited_child.forbid(resource.RLIMIT_FSIZE)
+    # The time of this import is the child's
     import pyarrow.parquet
 
     output = sys.stdout.buffer
-    base = _address_space()
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
+    base = limited_child.address_space()
+    for request in limited_child.requests():
         try:
             _limit(request, base, 0)
             with pyarrow.parquet.ParquetFile(
                 request["path"], pre_buffer=False, buffer_size=BUFFER
             ) as table:
                 _answer(request, table, base, output)
-            _send(output, {"end": True})
+            limited_child.send({"end": True})
         except MemoryError:
-            _send(output, {"memory": True})
+            limited_child.send({"memory": True})
         except Exception as error:  # whatever it is, the file is the cause
             text = str(error).strip() or type(error).__name__
-            _send(output, {"error": text.splitlines()[0][:400]})
+            limited_child.send({"error": text.splitlines()[0][:400]})
         output.flush()
-
-
-def _send(output: IO[bytes], answer: dict[str, Any]) -> None:
-    output.write(json.dumps(answer).encode() + b"\n")
-
-
-def _address_space() -> int:
-    """The bytes of memory that this process has, with the code of libraries; 0 where that is not
-    known.
-    """
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 0
 
 
 def _limit(request: dict[str, Any], base: int, size: int) -> None:
     """Sets the limits of memory and CPU time for columns of so many bytes."""
     memory = base + request["memory"] + MEMORY_PER_BYTE * size
     seconds = int(time.process_time()) + 1 + request["seconds"] + size // BYTES_PER_SECOND
-    for resource_kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds)):
-        # Unknown to the system, or above its own limit
-        with contextlib.suppress(ValueError, OSError):
-            _, hard_limit = resource.getrlimit(resource_kind)
-            resource.setrlimit(resource_kind, (most, hard_limit))
+    limited_child.limit({resource.RLIMIT_AS: memory, resource.RLIMIT_CPU: seconds}, for_good=False)
 
 
 def _answer(request: dict[str, Any], table: Any, base: int, output: IO[bytes]) -> None:
@@ -251,7 +204,7 @@ def _answer(request: dict[str, Any], table: Any, base: int, output: IO[bytes]) -
         groups = range(metadata.num_row_groups)
         rows = [metadata.row_group(group).num_rows for group in groups]
         sizes = [_compressed_size(metadata, group, columns) for group in groups]
-        _send(output, {"names": names, "types": types, "rows": rows, "sizes": sizes})
+        limited_child.send({"names": names, "types": types, "rows": rows, "sizes": sizes})
         return
     total = sum(_compressed_size(metadata, group, columns) for group in request["groups"])
     _limit(request, base, min(total, os.path.getsize(request["path"])))
@@ -282,7 +235,7 @@ def _send_batch(output: IO[bytes], request: dict[str, Any], columns: list[Any]) 
     lists = request["lists"]
     values = [[_value(scalar, lists) for scalar in column] for column in columns]
     lengths = [[_length(value) for value in column] for column in values]
-    _send(output, {"columns": lengths})
+    limited_child.send({"columns": lengths})
     for row in zip(*values, strict=True):
         for value in row:
             if isinstance(value, memoryview) and len(value) <= request["longest"]:
@@ -311,7 +264,3 @@ def _value(scalar: Any, lists: bool) -> memoryview | str | None:
         return str(scalar.type)[:LONGEST_NAME]
     buffer = scalar.as_buffer()
     return None if buffer is None else memoryview(buffer)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
