@@ -162,7 +162,7 @@ def test_imports_of_our_own_stand_at_the_top(path):
 # file -> attributes of other objects that it may set: of torch and Python, and of modules that
 # `apply_*` changes, which is what it is for
 SETS_ATTRIBUTES = {
-    "titanlite/checkpoint/staging.py": {"thread.buffer", "thread.stream"},
+    "titanlite/checkpoint/async_save.py": {"thread.buffer", "thread.stream"},
     "titanlite/checkpoint/state.py": {"parameter.grad"},
     "titanlite/config/load.py": {"layer.values[name]"},  # what `set_value` is for
     "titanlite/tokenizer/bpe.py": {"tokenizer.pre_tokenizer"},

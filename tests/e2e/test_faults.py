@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from runs import curve, train_run
 
-from titanlite.checkpoint import async_save, folders, shard_file, staging, storage
+from titanlite.checkpoint import async_save, folders, shard_file, storage
 from titanlite.checkpoint.folders import list_steps, step_folder
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.checkpoint.planner import PlacementSavePlanner
@@ -35,7 +35,7 @@ POINTS: dict[str, tuple[object, str, str, bool]] = {
     "before the rename": (folders, "publish", "before", True),
     "after the rename": (folders, "publish", "after", True),
     "in retention": (folders.shutil, "rmtree", "within", True),
-    "in async staging": (staging, "_bytes", "after", False),
+    "in async staging": (async_save, "_bytes", "after", False),
     "in async write": (storage, "write_files", "before", False),
 }
 CASES = [
