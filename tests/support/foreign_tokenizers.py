@@ -236,20 +236,6 @@ def write(folder: Path, main: str | dict, **config) -> Path:
     return folder
 
 
-def write_vocab(folder: Path, style: str, **files: dict) -> Path:
-    """Writes vocab.json and merges.txt of a trained tokenizer, and these JSON files, named without
-    `.json`; returns the folder.
-    """
-    model = json.loads(trained(style))["model"]
-    folder.mkdir(exist_ok=True)
-    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
-    merges = [" ".join(merge) for merge in model["merges"]]
-    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    return folder
-
-
 def theirs(main: str):
     """The encoder of `tokenizers`, set so that it finds no special tokens in text."""
     tokenizer = tokenizers.Tokenizer.from_str(main)

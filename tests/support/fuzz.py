@@ -75,7 +75,6 @@ TESTS = (
     "observe/test_metrics_file.py",
     "tokenizer/test_tokenizer.py",
     "tokenizer/test_tokenizer_json.py",
-    "tokenizer/test_vocab_and_merges.py",
     "tools/chat/test_template.py",
     "tools/formats/test_convert_limits.py",
     "tools/formats/test_dcp_safetensors.py",

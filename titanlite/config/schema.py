@@ -215,8 +215,8 @@ class DataConfig:
     )
     tokenizer: str = key(
         "",
-        "a tiktoken rank file, a tokenizer.json, or a folder with one of them or with vocab.json "
-        "and merges.txt; empty: the bundled file",
+        "a tiktoken rank file, a tokenizer.json, or a folder with one of them; empty: the bundled "
+        "file",
     )
     cache: str = key(
         "",

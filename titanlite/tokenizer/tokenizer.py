@@ -2,7 +2,7 @@
 
 What it is: tiktoken's byte-pair encoder with the tokens of a rank file, and Llama 3's special
 tokens after them: all 256 if the file has Llama 3's 128,000 ranks (then ids are equal to Meta's),
-otherwise the first 16. It also reads a Hugging Face tokenizer.json, or vocab.json and merges.txt:
+otherwise the first 16. It also reads a Hugging Face tokenizer.json:
 tiktoken encodes if it computes the same ids, else the package `tokenizers`. Text is never encoded
 as a special token: `<|end_of_text|>` in a document is ordinary characters.
 """
@@ -23,8 +23,7 @@ from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.nfc import nfc
 from titanlite.tokenizer.tiktoken_pieces import pieces
 from titanlite.tokenizer.tokenizer_hf import HuggingFaceCodec, PackageMissing, encoding_by_package
-from titanlite.tokenizer.tokenizer_json import VOCAB_FILE, Encoding, convert, find, parse
-from titanlite.tokenizer.vocab_and_merges import to_tokenizer_json
+from titanlite.tokenizer.tokenizer_json import Encoding, convert, find, parse
 
 BUNDLED = Path(__file__).with_name("tokenizer.model")  # 4,096 tokens of `titanlite tokenizer train`
 LLAMA3_RANKS = 128_000
@@ -161,16 +160,12 @@ def _read(path: Path) -> tuple[Path, bytes]:
     """Finds and reads the tokenizer's file from its path or its folder's. Raises ConfigError."""
     try:
         if path.is_dir() or path.suffix == ".json":
-            found, content = find(path)
-            if found.name == VOCAB_FILE:
-                content = to_tokenizer_json(found.parent)
-            return found, content
+            return find(path)
         return path, read_bounded(path, MAX_RANK_FILE)
     except OSError as error:
         raise ConfigError(
             f"{path}: {error.strerror or error}{hub_advice(str(path))}; "
-            "expected a tiktoken rank file, a tokenizer.json, or a folder with one of them or with "
-            f"{VOCAB_FILE}"
+            "expected a tiktoken rank file, a tokenizer.json, or a folder with one of them"
         ) from None
 
 

@@ -31,7 +31,7 @@ from titanlite.tokenizer.byte_level import CHARACTERS, to_bytes, to_text
 
 RANK_FILE = "tokenizer.model"
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json")
-VOCAB_FILE = "vocab.json"  # read by `vocab_and_merges.py`
+VOCAB_FILE = "vocab.json"  # of older folders, beside merges.txt; refused
 TEMPLATE_FILE = "chat_template.jinja"  # read by `tools/chat/find_template.py`
 TOKENIZER_FILES = (JSON_FILES[0], RANK_FILE, VOCAB_FILE)  # the first that a folder has counts
 MAX_JSON_FILE = 1 << 25  # bytes; Llama 3.3's has 17 MB
@@ -108,10 +108,16 @@ class Encoding:
 def find(path: Path) -> tuple[Path, bytes]:
     """Finds the tokenizer's file, from its path or its folder's, and the content for `convert`.
 
-    Raises OSError.
+    Raises OSError, ConfigError for the files that came before tokenizer.json.
     """
     if path.is_dir():
         path = _in_folder(path)
+    if path.name == VOCAB_FILE:
+        raise ConfigError(
+            f"{path}: is not read without a {JSON_FILES[0]}; transformers makes one: python -c "
+            '"from transformers import AutoTokenizer; '
+            f"AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained('OUT')\""
+        )
     content = read_bounded(path, MAX_JSON_FILE)
     config = path.with_name(JSON_FILES[1])
     if path.suffix == ".json" and config.exists():

@@ -9,7 +9,8 @@ import json
 import logging
 
 import pytest
-from foreign_tokenizers import mixed_text, theirs, trained, write, write_vocab
+from foreign_tokenizers import mixed_text, theirs, trained, write
+from messages import refused
 from model_builder import EXPORTED, make_file
 from runs import curve, train_run
 
@@ -115,23 +116,20 @@ def test_biases_with_a_tokenizer_that_is_not_qwens(tmp_path, caplog):
     assert Tokenizer("x", load_full_state(tmp_path / "hf").about.tokenizer).content == ours.content
 
 
-def test_a_folder_with_vocab_and_merges_alone(run_of, tmp_path, capsys):
-    tokenizer, run, _ = run_of("gpt2")
-    convert(run, tmp_path / "hf", Options("hf"), log=quiet)
-    (tmp_path / "hf/tokenizer.json").unlink()
-    (tmp_path / "hf/tokenizer_config.json").unlink()
-    write_vocab(tmp_path / "hf", "gpt2")
-    content = load_full_state(tmp_path / "hf").about.tokenizer
-    assert content is not None
-    ours = Tokenizer("x", content)
-    original = Tokenizer(tokenizer)
-    assert ours.encode(TEXT) == original.encode(TEXT)
-    assert (ours.bos, ours.eos, ours.special) == (original.bos, original.eos, original.special)
-    assert main(["generate", str(tmp_path / "hf"), "--prompt", "naïve", "--max-new-tokens=3"]) == 0
-    assert capsys.readouterr().out.startswith("naïve")
+def test_a_folder_with_vocab_and_merges_alone_is_left_to_transformers(tmp_path, caplog):
+    make_file(tmp_path / "a.pt", EXPORTED["debug"])
+    convert(tmp_path / "a.pt", tmp_path / "hf", Options("hf"), log=quiet)
+    (tmp_path / "hf/tokenizer.json").rename(tmp_path / "hf/vocab.json")
+    command = f"AutoTokenizer.from_pretrained('{tmp_path / 'hf'}').save_pretrained('OUT')"
+    for path in (tmp_path / "hf", tmp_path / "hf/vocab.json"):
+        with refused("vocab.json: is not read without a tokenizer.json", command):
+            Tokenizer(path)
+    assert load_full_state(tmp_path / "hf").about.tokenizer is None
+    assert command in caplog.text
     options = ["debug", "--model.flavor=from_checkpoint"]
     config = load_config([*options, f"--checkpoint.initial_load={tmp_path / 'hf'}"])
-    assert adopt_checkpoint(config).data.tokenizer == str(tmp_path / "hf")
+    with refused(command):
+        Tokenizer(adopt_checkpoint(config).data.tokenizer)
 
 
 def test_weights_of_another_encoding_are_warned_of(run_of, tmp_path, caplog):

@@ -65,8 +65,8 @@ def _options(argv: list[str]) -> argparse.Namespace:
             "tokenizer",
             nargs="?" if name == "info" else None,
             default="",
-            help="a tiktoken rank file, a tokenizer.json, or a folder with one of them or with "
-            'vocab.json and merges.txt; "": the bundled one',
+            help="a tiktoken rank file, a tokenizer.json, or a folder with one of them; "
+            '"": the bundled one',
         )
         if name != "decode":
             command.add_argument("--file", type=Path, help="a file with the text")

@@ -30,7 +30,6 @@ from titanlite.tokenizer.tokenizer_json import (
     TEMPLATE_FILE,
     VOCAB_FILE,
 )
-from titanlite.tokenizer.vocab_and_merges import byte_level, split, template
 
 IDENTITY = ("tokens", "ranks", "special", "bos", "eos", "before", "pattern", "nfc", "ids")
 logger = logging.getLogger("titanlite")
@@ -100,15 +99,40 @@ def _main(tokenizer: Tokenizer) -> dict[str, Any]:
         "normalized": False,
         "special": True,
     }
-    level = byte_level(use_regex=False)
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": PATTERN},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    first = [
+        {"SpecialToken": {"id": bos, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    second = [
+        {"SpecialToken": {"id": bos, "type_id": 1}},
+        {"Sequence": {"id": "B", "type_id": 1}},
+    ]
+    begins_with_bos = {
+        "type": "TemplateProcessing",
+        "single": first,
+        "pair": first + second,
+        "special_tokens": {bos: {"id": bos, "ids": [special[bos]], "tokens": [bos]}},
+    }
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [{"id": i, "content": name, **flags} for name, i in special.items()],
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(PATTERN), level]},
-        "post_processor": template({bos: special[bos]}, {}),
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
+        "post_processor": begins_with_bos,
         "decoder": level,
         "model": {
             "type": "BPE",
@@ -126,8 +150,8 @@ def _main(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def read_tokenizer(folder: Path) -> bytes | None:
-    """The tokenizer of a folder's tokenizer.json, or of its vocab.json and merges.txt; None, with a
-    warning, if titanlite cannot encode as it does.
+    """The tokenizer of a folder's tokenizer.json; None, with a warning, if titanlite cannot encode
+    as it does, or if the folder has older files instead.
     """
     paths = [folder / name for name in (JSON_FILES[0], VOCAB_FILE) if (folder / name).exists()]
     if not paths:
