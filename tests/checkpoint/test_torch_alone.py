@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from checkpoints import of_all_ranks, save_after_a_step
 from model_builder import EVEN, SMALL
@@ -24,15 +24,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-step, target = sys.argv[1:]
-saved = HuggingFaceStorageReader(step).read_metadata().state_dict_metadata
-state = {"model": {}, "optimizer": {}}
-for name, tensor in saved.items():
-    part, _, key = name.partition(".")
-    if part in state:
-        state[part][key] = torch.full(tensor.size, 7, dtype=tensor.properties.dtype)
-dcp.load(state, storage_reader=HuggingFaceStorageReader(step))
-torch.save(state, target)
+for step in sys.argv[1:]:
+    saved = HuggingFaceStorageReader(step).read_metadata().state_dict_metadata
+    state = {"model": {}, "optimizer": {}}
+    for name, tensor in saved.items():
+        part, _, key = name.partition(".")
+        if part in state:
+            state[part][key] = torch.full(tensor.size, 7, dtype=tensor.properties.dtype)
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(step))
+    torch.save(state, f"{step}.pt")
 assert not any(name.startswith("titanlite") for name in sys.modules)
 """
 CONSOLIDATE = """
@@ -63,22 +63,26 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("llama", "parallel"), LAYOUTS, ids=str)
-def test_torch_alone_loads_model_and_optimizer(pool, tmp_path, llama, parallel):
-    degrees = [degree for degree in parallel.values() if isinstance(degree, int)]
-    processes = torch.tensor([1, *degrees]).prod().item()
-    ranks = pool.run(processes, save_after_a_step, tmp_path, parallel, llama)
-    without_titanlite(LOAD, tmp_path / "step-1", tmp_path / "loaded.pt")
-    loaded = torch.load(tmp_path / "loaded.pt", weights_only=True)
-    found = loaded["model"]
-    for name, value in loaded["optimizer"].items():
-        found[name.removeprefix("state.")] = value
-    saved = of_all_ranks(ranks)
-    expected = {name: value for name, value in saved.items() if not name.endswith(".average")}
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert torch.equal(found[name], value), name
+def test_torch_alone_loads_model_and_optimizer(pool, tmp_path):
+    """One process loads the steps of all layouts, because importing torch takes longer."""
+    ranks = {}
+    for number, (llama, parallel) in enumerate(LAYOUTS):
+        folder = tmp_path / str(number)
+        degrees = [degree for degree in parallel.values() if isinstance(degree, int)]
+        processes = math.prod(degrees)
+        ranks[folder] = pool.run(processes, save_after_a_step, folder, parallel, llama)
+    without_titanlite(LOAD, *(folder / "step-1" for folder in ranks))
+    for folder, saved_ranks in ranks.items():
+        loaded = torch.load(folder / "step-1.pt", weights_only=True)
+        found = loaded["model"]
+        for name, value in loaded["optimizer"].items():
+            found[name.removeprefix("state.")] = value
+        saved = of_all_ranks(saved_ranks)
+        expected = {name: value for name, value in saved.items() if not name.endswith(".average")}
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name].dtype == value.dtype, (folder, name)
+            assert torch.equal(found[name], value), (folder, name)
 
 
 def test_what_torch_consolidates_is_a_model(pool, arguments, tmp_path, capfd):

@@ -75,18 +75,19 @@ def sent(
     return traffic.sent
 
 
+def sent_per_block(parallel: dict, size: int, mode: str, local_batches: int) -> dict[str, int]:
+    """The traffic of a model with three blocks minus that of a model with two."""
+    more = sent(parallel, 3, size, mode, local_batches)
+    less = sent(parallel, 2, size, mode, local_batches)
+    return {kind: more[kind] - less[kind] for kind in more if more[kind] != less[kind]}
+
+
 def per_block(
     pool, parallel: dict, size: int, mode: str = "none", local_batches: int = 1
 ) -> dict[str, int]:
-    """The traffic of a model with three blocks minus that of a model with two.
-
-    `mode`: of recomputation.
-    """
-    (more, *_), (less, *_) = (
-        pool.run(size, sent, parallel, num_layers, size, mode, local_batches)
-        for num_layers in (3, 2)
-    )
-    return {kind: more[kind] - less[kind] for kind in more if more[kind] != less[kind]}
+    """The traffic of a block on the first process; `mode`: of recomputation."""
+    traffic, *_ = pool.run(size, sent_per_block, parallel, size, mode, local_batches)
+    return traffic
 
 
 def sent_inside_an_operator() -> dict[str, int]:

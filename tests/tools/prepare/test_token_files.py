@@ -93,8 +93,8 @@ def test_documents_of_several_sequences_or_none(tmp_path, monkeypatch):
 
 
 def test_an_index_is_not_read_into_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_files, "DOCUMENTS", 1000)
-    count = 300_000
+    monkeypatch.setattr(token_files, "DOCUMENTS", 100)
+    count = 30_000
     write_sequences(tmp_path / "a", np.ones(count, int), np.arange(count + 1))
     size, file = (tmp_path / "a.idx").stat().st_size, file_of(tmp_path / "a.bin", "megatron")
     tracemalloc.start()
