@@ -197,7 +197,6 @@ BEFORE = {
     "README": [],
     "running": [
         f"./run_train.sh debug {' '.join(SHORT)}",
-        "cp -r outputs/debug outputs/lora",
         "cp -r outputs/debug outputs/llama3_8b",
     ],
     "finetune": [],
