@@ -361,7 +361,7 @@ def test_a_damaged_record_is_refused(tmp_path, source, complete, keys, value):
         inner = inner[key]
     inner[keys[-1]] = value
     record.write_text(json.dumps(fields))
-    with refused(str(record), "damaged", str(keys[0]), f"rm -r {complete}"):
+    with refused(str(record), "damaged", str(keys[0]), "delete the folder"):
         run(source, tmp_path / "out", "--workers", "1")
 
 

@@ -25,7 +25,6 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.sources import (
     CONFIG_KEYS,
-    RAW_NAMES,
     STDLIB,
     Found,
     Keys,
@@ -104,14 +103,11 @@ def prepare_text(
         tokenizer.sha256,
         source.field,
         source.prompt_field,
+        source.split,
+        source.enclosed,
+        source.ids,
         [versions(found.files), versions(held_out)],
     ]
-    if source.split:
-        identity.append(source.split)
-    if not source.enclosed:
-        identity.append("begins as a prompt")
-    if any(Path(file.path).suffix in RAW_NAMES for file in found.files):
-        identity.append(f"type of the ids: {source.ids}")
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     folder = cache / f"{found.name}-{digest}"
     if not (folder / "manifest.json").exists():

@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from titanlite.data.prepared_manifest import AGAIN
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import replace_file
-from titanlite.tools.prepare.job import Job, afresh
+from titanlite.tools.prepare.job import Job
 
 # A document has a hash, and a flag: it is from a separate validation source
 RECORD = np.dtype([("hash", "<u8", (2,)), ("held_out", "?")])
@@ -71,7 +72,7 @@ def kept_documents(job: Job, work: Path, part: int) -> NDArray[np.bool_]:
     counts = [len(_records(work, number)) for number in range(job.parts)]
     path = work / KEPT
     if path.stat().st_size != sum(counts):
-        raise ConfigError(f"{path}: expected {sum(counts)} bytes; {afresh(work)}")
+        raise ConfigError(f"{path}: expected {sum(counts)} bytes; {AGAIN}")
     begin = sum(counts[:part])
     return np.fromfile(path, np.uint8, counts[part], offset=begin) != 0
 
@@ -80,9 +81,7 @@ def _records(work: Path, part: int) -> NDArray[np.void]:
     path = hashes_path(work, part)
     size = path.stat().st_size
     if size % RECORD.itemsize:
-        raise ConfigError(
-            f"{path}: {size} bytes, not a multiple of {RECORD.itemsize}; {afresh(work)}"
-        )
+        raise ConfigError(f"{path}: {size} bytes, not a multiple of {RECORD.itemsize}; {AGAIN}")
     if not size:  # an empty file cannot be mapped
         return np.empty(0, RECORD)
     return np.memmap(path, RECORD, "r")

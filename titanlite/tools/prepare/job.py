@@ -15,13 +15,12 @@ import functools
 import hashlib
 import itertools
 import json
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
-from titanlite.data.prepared_manifest import FORMAT
+from titanlite.data.prepared_manifest import AGAIN, FORMAT
 from titanlite.runtime.documents import read_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import replace_file
@@ -185,23 +184,14 @@ def write_job(job: Job, work: Path) -> None:
     replace_file(work / NAME, json.dumps(dataclasses.asdict(job)).encode())
 
 
-def afresh(work: Path) -> str:
-    """How to start without the parts that are in a working folder."""
-    return f"start afresh after: rm -r {shlex.quote(str(work))}"
-
-
 def read_job(work: Path) -> Job:
-    """The job of a working folder. Raises ConfigError if it is absent or damaged."""
+    """The job of a working or prepared folder. Raises ConfigError if it is damaged."""
     return read_typed(Job, work / NAME)
 
 
 def read_typed(kind: type[T], path: Path) -> T:
-    """A file of the working folder. Raises ConfigError if it is absent or damaged."""
+    """A file of the working folder. Raises ConfigError if it is damaged."""
     try:
         return typed(kind, read_json(path, LARGEST))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}; expected a file that the preparation wrote"
-        ) from None
     except ValueError as error:
-        raise ConfigError(f"{path}: damaged ({error}); {afresh(path.parent)}") from None
+        raise ConfigError(f"{path}: damaged ({error}); {AGAIN}") from None
