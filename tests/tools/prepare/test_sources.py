@@ -64,6 +64,12 @@ def test_messages_name_the_key(path, expected):
         find(Source(path, keys=Keys("SOURCE", "--pattern", "--field")))
 
 
+def test_a_link_to_itself_is_named(tmp_path):
+    (tmp_path / "text").symlink_to(tmp_path / "text")
+    with refused("data.path = ", str(tmp_path / "text")):
+        find(Source(str(tmp_path / "text")))
+
+
 def test_prepared_data_below_a_source_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     inner = tmp_path / "deep" / "out"

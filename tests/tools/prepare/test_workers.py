@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from titanlite.tools.prepare import workers
 from titanlite.tools.prepare.job import Job, write_job
 from titanlite.tools.prepare.plan_job import plan_job
 from titanlite.tools.prepare.sources import Source, find
-from titanlite.tools.prepare.workers import main, run_parts
+from titanlite.tools.prepare.workers import run_parts
 
 
 @pytest.fixture
@@ -84,15 +83,3 @@ def test_a_worker_ends_with_the_process_that_started_it(tmp_path, job):
             return
         time.sleep(0.05)
     assert not Path(f"/proc/{worker}").exists()
-
-
-def test_messages_of_a_worker(tmp_path, job, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", iter(["2\n"]))
-    main(str(tmp_path / "work"))
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()][-1] == {
-        "problems": []
-    }
-    (tmp_path / "work/job.json").write_text("{")
-    monkeypatch.setattr("sys.stdin", iter(["2\n"]))
-    main(str(tmp_path / "work"))
-    assert "damaged" in json.loads(capsys.readouterr().out)["problems"][0]
