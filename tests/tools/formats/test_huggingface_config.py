@@ -174,50 +174,12 @@ def test_fields_without_effect_are_read_as_transformers_reads_them(tmp_path, fam
         assert (ours(TOKENS) - expected).abs().max() <= 1e-5
 
 
-def edited(folder: Path, fields: dict, family: str = "llama") -> None:
-    make({"model_type": family, **EXPERTS}).save_pretrained(folder)
+def edited(folder: Path, fields: dict) -> None:
+    """A Llama of transformers with other fields in its config.json."""
+    make({"model_type": "llama", **EXPERTS}).save_pretrained(folder)
     path = folder / "config.json"
     stored = json.loads(path.read_text()) | fields
     path.write_text(json.dumps({name: v for name, v in stored.items() if v != "absent"}))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("attention_chunk_size", 4),
-        ("fusion_config", {"a": 1}),
-        ("is_causal", False),
-        ("is_causal", None),
-        ("is_encoder_decoder", True),
-        ("kv_sharing_modes", ["reuse"] * 3),
-        ("partial_rotary_factor", 0.5),
-        ("per_layer_config", {"0": {"head_dim": 4}}),
-        ("quantization_config", {"quant_method": "fp8"}),
-        ("transformers_weights", "other.safetensors"),
-    ],
-)
-def test_a_field_that_changes_the_model_is_refused_by_name(tmp_path, name, value):
-    edited(tmp_path, {name: value})
-    with refused("config.json", f"{name} = ", "allowed: "):
-        open_full_state(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("norm_topk_prob", False),
-        ("norm_topk_prob", "absent"),
-        ("decoder_sparse_step", 2),
-        ("mlp_only_layers", [1]),
-        ("attention_bias", True),
-        ("num_experts", 6),  # beside num_local_experts = 4
-    ],
-)
-def test_a_field_that_makes_another_mixture_is_refused_by_name(tmp_path, name, value):
-    edited(tmp_path, {name: value}, "qwen3_moe")
-    shown = "num_local_experts = 4; allowed: 6" if name == "num_experts" else f"{name} = "
-    with refused("config.json", shown, "allowed: "):
-        open_full_state(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
@@ -239,12 +201,6 @@ def test_absent_fields_of_a_mixture_have_the_defaults_of_its_class(tmp_path, fam
     first = described(ours)
     assert second._replace(frequencies=()) == first._replace(frequencies=())
     assert second.frequencies == pytest.approx(first.frequencies)
-
-
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe", None, ["llama"]])
-def test_other_families_are_refused(tmp_path, family):
-    with refused(f"model_type = {family!r}; allowed: 'llama', 'mistral'"):
-        from_config(tmp_path, {"model_type": family})
 
 
 TWO_PLACES = {
@@ -284,23 +240,159 @@ def test_a_value_in_either_of_two_places_is_read_as_transformers_reads_it(tmp_pa
         assert (ours(TOKENS) - theirs(TOKENS).logits).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {  # as tools of the change-over leave it: theta in one, and no theta in the other
-            "rope_parameters": {"rope_theta": 300.0, "rope_type": "default"},
-            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-        },
+DEFAULT_ROPE = {"rope_theta": 300.0, "rope_type": "default"}
+FAMILIES = "allowed: 'llama', 'mistral'"
+EITHER = ("rope_scaling and rope_parameters differ", "expected one of them")
+SLIDING = "sliding_attention"
+WHOLE = "full_attention"
+MIXTURE = {"model_type": "qwen3_moe"}
+DAMAGED = "not the configuration of a Llama ("
+
+# name -> (fields of a Llama's config.json that are changed, words of the message)
+REFUSED = {
+    "attention in chunks": ({"attention_chunk_size": 4}, ("attention_chunk_size = ", "allowed: ")),
+    "a fusion": ({"fusion_config": {"a": 1}}, ("fusion_config = ", "allowed: ")),
+    "not causal": ({"is_causal": False}, ("is_causal = ", "allowed: ")),
+    "causal or not": ({"is_causal": None}, ("is_causal = ", "allowed: ")),
+    "an encoder": ({"is_encoder_decoder": True}, ("is_encoder_decoder = ", "allowed: ")),
+    "shared keys": ({"kv_sharing_modes": ["reuse"] * 3}, ("kv_sharing_modes = ", "allowed: ")),
+    "part of a head turns": (
+        {"partial_rotary_factor": 0.5},
+        ("partial_rotary_factor = ", "allowed: "),
+    ),
+    "layers that differ": (
+        {"per_layer_config": {"0": {"head_dim": 4}}},
+        ("per_layer_config = ", "allowed: "),
+    ),
+    "quantized": (
+        {"quantization_config": {"quant_method": "fp8"}},
+        ("quantization_config = ", "allowed: "),
+    ),
+    "weights elsewhere": (
+        {"transformers_weights": "other.safetensors"},
+        ("transformers_weights = ", "allowed: "),
+    ),
+    "biases": ({"attention_bias": True}, ("attention_bias = True", "allowed: ")),
+    "Qwen3's biases": (
+        {"model_type": "qwen3", "attention_bias": True},
+        ("attention_bias = True", "allowed: "),
+    ),
+    "a mixture's biases": (
+        {**MIXTURE, "attention_bias": True},
+        ("attention_bias = True", "allowed: "),
+    ),
+    "weights of experts that do not add up to 1": (
+        {**MIXTURE, "norm_topk_prob": False},
+        ("norm_topk_prob = False", "allowed: True"),
+    ),
+    "weights of experts that the class does not add up": (
+        {**MIXTURE, "norm_topk_prob": "absent"},
+        ("norm_topk_prob = ", "allowed: "),
+    ),
+    "experts in each second layer": (
+        {**MIXTURE, "decoder_sparse_step": 2},
+        ("decoder_sparse_step = ", "allowed: "),
+    ),
+    "a layer without experts": (
+        {**MIXTURE, "mlp_only_layers": [1]},
+        ("mlp_only_layers = ", "allowed: "),
+    ),
+    "two numbers of experts": (
+        {**MIXTURE, "num_experts": 6, "num_local_experts": 4},
+        ("num_local_experts = 4; allowed: 6",),
+    ),
+    "a family without a reader": (
+        {"model_type": "deepseek_v3"},
+        ("model_type = 'deepseek_v3'", FAMILIES),
+    ),
+    "a mixture without a reader": (
+        {"model_type": "qwen2_moe"},
+        ("model_type = 'qwen2_moe'", FAMILIES),
+    ),
+    "no family": ({"model_type": None}, ("model_type = None", FAMILIES)),
+    "a list of families": ({"model_type": ["llama"]}, ("model_type = ['llama']", FAMILIES)),
+    "a window of Llama's": ({"sliding_window": 64}, ("sliding_window = 64", "None")),
+    "an empty window": (
+        {"model_type": "mistral", "sliding_window": 0},
+        ("sliding_window = 0", "None"),
+    ),
+    "a window that is text": (
+        {"model_type": "mistral", "sliding_window": "x"},
+        ("sliding_window = 'x'",),
+    ),
+    "a layer without the window": (
+        {"model_type": "mistral", "layer_types": [SLIDING, WHOLE, SLIDING]},
+        ("layer_types = 'full_attention'", "allowed: 'sliding_attention'"),
+    ),
+    "a layer with a window that is not used": (
+        {"model_type": "qwen2", "layer_types": [WHOLE, SLIDING, WHOLE]},
+        ("layer_types = 'sliding_attention'", "allowed: 'full_attention'"),
+    ),
+    "a layer of another kind": (
         {
-            "rope_parameters": {"rope_theta": 300.0, "rope_type": "default"},
-            "rope_scaling": {"type": "default"},
+            "model_type": "qwen3",
+            "use_sliding_window": True,
+            "layer_types": [WHOLE, "chunked_attention", SLIDING],
         },
+        ("layer_types = 'chunked_attention'", "'sliding_attention', 'full_attention'"),
+    ),
+    "more kinds than layers": (
+        {"model_type": "ministral", "layer_types": [WHOLE] * 4},
+        ("layer_types has 4 entries for 3 layers",),
+    ),
+    "a scaling that depends on the length": (
+        {"rope_parameters": {"rope_theta": 300.0, "rope_type": "dynamic", "factor": 2.0}},
+        ("rope_type = 'dynamic'", "'llama3', 'linear', 'yarn'"),
+    ),
+    # As tools of the change-over leave it: theta in one, and no theta in the other
+    "two scalings": (
+        {"rope_parameters": DEFAULT_ROPE, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        EITHER,
+    ),
+    "two thetas": (
+        {"rope_parameters": DEFAULT_ROPE, "rope_scaling": {"type": "default"}},
+        EITHER,
+    ),
+    "two factors": (
         {"rope_parameters": LLAMA3, "rope_scaling": LLAMA3 | {"factor": 32.0}},
-    ],
-)
-def test_two_names_that_differ_are_refused(tmp_path, fields):
+        EITHER,
+    ),
+    "no width": ({"hidden_size": "absent"}, (DAMAGED, "hidden_size: is missing")),
+    "a width that is text": (
+        {"hidden_size": "48"},
+        (DAMAGED, "hidden_size: expected int, found str"),
+    ),
+    "no layers": ({"num_hidden_layers": 0}, (DAMAGED, "num_hidden_layers: expected 1 to")),
+    "heads that are no groups": (
+        {"num_key_value_heads": 4},
+        (DAMAGED, "4 heads of keys and values for 6 of queries"),
+    ),
+    "heads of an odd width": (
+        {"head_dim": 7},
+        (DAMAGED, "heads of width 7: expected an even width"),
+    ),
+    "a scaling that is text": (
+        {"rope_parameters": "yarn"},
+        (DAMAGED, "rope_parameters: expected dict, found str"),
+    ),
+    "a scaling without its factor": (
+        {"rope_parameters": {"rope_type": "yarn"}},
+        (DAMAGED, "type yarn without 'factor'"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_a_model_of_ours_is_refused_by_name(tmp_path, fields, words):
     edited(tmp_path, fields)
-    with refused("config.json", "rope_scaling and rope_parameters differ", "expected one of them"):
+    with refused(str(tmp_path / "config.json"), *words):
+        open_full_state(tmp_path)
+
+
+def test_a_description_that_is_a_list_is_refused(tmp_path):
+    edited(tmp_path, {})
+    (tmp_path / "config.json").write_text("[{}]")
+    with refused(f"{tmp_path / 'config.json'}: {DAMAGED}", "the file: expected dict, found list"):
         open_full_state(tmp_path)
 
 
