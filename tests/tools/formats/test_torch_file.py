@@ -146,6 +146,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: torch.save({"a": torch.ones(1).to(torch.float8_e4m3fn)}, p),
         r"another dtype \(torch\._utils\._rebuild_tensor_v3\); allowed: float32, bfloat16",
     ),
+    "uint16": (
+        lambda p: torch.save({"a": torch.ones(1).to(torch.uint16)}, p),
+        r"holds a tensor of another dtype .*; allowed: float32, bfloat16",
+    ),
     "a sparse tensor": (
         lambda p: torch.save({"a": torch.eye(3).to_sparse()}, p),
         r"names 'torch\._utils\._rebuild_sparse_tensor'",
