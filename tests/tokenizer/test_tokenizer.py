@@ -105,19 +105,36 @@ def line(token: bytes, rank: int) -> bytes:
     return base64.b64encode(token) + b" %d\n" % rank
 
 
-@pytest.mark.parametrize(
-    ("damage", "expected"),
-    [
-        (
-            lambda lines: [*lines[:100], b"not base64! 100\n", *lines[101:]],
-            (":101: ", "`base64 rank`"),
-        ),
-        (lambda lines: [*lines[:100], *lines[101:]], (":101: ", "rank 101", "100")),
-        (lambda lines: lines[:200], ("56 of the 256 bytes", "0xc8")),
-        (lambda lines: [*lines, line(b"a", 256)], (":257: ", "token")),
-        (lambda lines: [*lines, b"\x00\xff\n"], (":257: ", "`base64 rank`")),
-    ],
-)
+TOO_LONG = f"expected at most {MAX_TOKEN}"
+# name -> (what becomes of the lines of all bytes, words of the message)
+DAMAGED = {
+    "a line that is not base64": (
+        lambda lines: [*lines[:100], b"not base64! 100\n", *lines[101:]],
+        (":101: ", "`base64 rank`"),
+    ),
+    "a line left out": (
+        lambda lines: [*lines[:100], *lines[101:]],
+        (":101: ", "rank 101", "100"),
+    ),
+    "a file that is cut": (lambda lines: lines[:200], ("56 of the 256 bytes", "0xc8")),
+    "a token twice": (lambda lines: [*lines, line(b"a", 256)], (":257: ", "token")),
+    "a line that is not text": (
+        lambda lines: [*lines, b"\x00\xff\n"],
+        (":257: ", "`base64 rank`"),
+    ),
+    "a long token": (
+        lambda lines: [*lines, line(b"x" * (MAX_TOKEN + 1), 256)],
+        (":257: ", f"a token of {MAX_TOKEN + 1} bytes", TOO_LONG),
+    ),
+    # Its merges, found by splitting it at every byte, would take minutes
+    "a token of 300,000 bytes": (
+        lambda lines: [*lines, line(b"x" * 300_000, 256)],
+        (":257: ", "a token of 300000 bytes", TOO_LONG),
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "expected"), DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_file_is_named_with_its_line(tmp_path, damage, expected):
     path = tmp_path / "bad.model"
     path.write_bytes(b"".join(damage([line(bytes([i]), i) for i in range(256)])))
@@ -149,22 +166,10 @@ def test_a_rejected_file_is_reported_once(tmp_path):
 
 
 def test_tokens_and_files_have_a_largest_size(tmp_path):
-    """A token of 300,000 bytes would take minutes: its merges are found by splitting it at every
-    byte.
-    """
     path = tmp_path / "long.model"
     count = len(BUNDLED.read_bytes().splitlines())
-    for length, ok in ((MAX_TOKEN, True), (MAX_TOKEN + 1, False), (300_000, False)):
-        path.write_bytes(
-            BUNDLED.read_bytes() + base64.b64encode(b"x" * length) + f" {count}\n".encode()
-        )
-        if ok:
-            assert Tokenizer(path).size == count + 17
-        else:
-            with refused(
-                f":{count + 1}:", f"a token of {length} bytes, expected at most {MAX_TOKEN}"
-            ):
-                Tokenizer(path)
+    path.write_bytes(BUNDLED.read_bytes() + line(b"x" * MAX_TOKEN, count))
+    assert Tokenizer(path).size == count + 17
     os.truncate(path, MAX_RANK_FILE + 1)
     with refused(f"expected a regular file of at most {MAX_RANK_FILE} bytes"):
         Tokenizer(path)

@@ -70,21 +70,6 @@ def test_a_file_of_ids_may_begin_with_any_id(tmp_path, name, first):
     assert detect(path, SOURCE) == ("tokens", "")
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b"PK\x03\x04...", "zip"),
-        (b"LITPKDS" + bytes(30), "tail -c +25"),
-        (b"GGUF\x03\0\0\0", "GGUF"),
-        (np.array([20240326, 3, 1024, *[0] * 300], "<i4").tobytes(), "weights of llm.c"),
-    ],
-)
-def test_a_bin_of_another_format_is_named(tmp_path, content, expected):
-    (tmp_path / "a.bin").write_bytes(content)
-    with refused(str(tmp_path / "a.bin"), expected):
-        detect(tmp_path / "a.bin", SOURCE)
-
-
 def test_a_chunk_of_litdata_is_not_read_with_its_header(tmp_path):
     path = tmp_path / "chunk-0-1.bin"
     path.write_bytes(IDS)
@@ -124,6 +109,10 @@ def test_megatron_files_belong_together(tmp_path):
         ("a.txt", b"caf\xe9 au lait", "UTF-8"),
         ("a.txt", "text".encode("utf-16"), "UTF-16"),
         ("a.zip", b"PK\x03\x04...", "zip"),
+        ("a.bin", b"PK\x03\x04...", "zip"),
+        ("a.bin", b"LITPKDS" + bytes(30), "tail -c +25"),
+        ("a.bin", b"GGUF\x03\0\0\0", "GGUF"),
+        ("a.bin", np.array([20240326, 3, 1024, *[0] * 300], "<i4").tobytes(), "weights of llm.c"),
         ("a.pkl", b"\x80\x04...", "pickle"),
         ("a.arrow", b"ARROW1..", "hf:FOLDER"),
         ("a.json", b'[{"text": "one"}, {"text": "two"}]', "JSON array"),

@@ -223,18 +223,17 @@ def test_columns_are_checked(tmp_path, table, problem):
         read(job_of(tmp_path / "a.parquet", "parquet"), [])
 
 
-def test_a_damaged_parquet_file_is_named(tmp_path):
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": TEXTS}), path)
-    path.write_bytes(path.read_bytes()[:-9])
-    with refused(str(path), "Parquet"):
-        read(job_of(path, "parquet"), [])
+DAMAGED = {
+    "cut": lambda data: data[:-9],
+    "a column's name that is not UTF-8": lambda data: data.replace(b"other", b"oth\xffr"),
+}
 
 
-def test_names_of_columns_that_are_not_utf8(tmp_path):
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_parquet_file_is_named(tmp_path, damage):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": TEXTS, "other": TEXTS}), path, store_schema=False)
-    path.write_bytes(path.read_bytes().replace(b"other", b"oth\xffr"))
+    path.write_bytes(damage(path.read_bytes()))
     with refused(str(path), "Parquet"):
         read(job_of(path, "parquet"), [])
 
