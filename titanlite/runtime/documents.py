@@ -16,9 +16,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from titanlite.runtime.files import read_bounded
 
@@ -27,7 +26,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-Pairs: TypeAlias = list[tuple[str, Any]]
 DEEPEST = 64  # levels of lists and tables, and parts of a TOML key
 LARGEST = 1 << 63  # every integer is below it, and not below -LARGEST
 MOST_TOML = 1 << 18  # bytes: 256 kB of the slowest valid lines take 3 s
@@ -48,18 +46,15 @@ TOML_TOKENS = re.compile(
 )
 
 
-def parse_json(text: str | bytes, to_object: Callable[[Pairs], Any] | None = None) -> Any:
-    """Parses JSON. Raises ValueError. `to_object` makes an object of its names and values."""
+def parse_json(text: str | bytes) -> Any:
+    """Parses JSON. Raises ValueError."""
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text), "surrogatepass")
     try:
-        if to_object is None:
-            value = _DECODER.decode(text)
-        else:
-            value = json.loads(text, object_pairs_hook=to_object, parse_int=_json_integer)
+        value = _DECODER.decode(text)
     except RecursionError:
         raise ValueError(DEEP) from None
-    require_bounded(value)
+    _require_bounded(value)
     return value
 
 
@@ -103,11 +98,11 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise
     except ValueError as error:  # Python's limit of an integer's digits, or an impossible date
         raise ValueError(INTEGER if "digits" in str(error) else str(error)) from None
-    require_bounded(table)
+    _require_bounded(table)
     return table
 
 
-def require_bounded(value: object) -> None:
+def _require_bounded(value: object) -> None:
     """Raises ValueError if an integer is too large or a value is nested too deeply."""
     level = [value]
     depth = 0
