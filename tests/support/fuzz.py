@@ -148,7 +148,7 @@ LIMITED = {
     limited_child.command(module.main, packages)[5]
     for module, packages in (
         (pickle_reader, ()),
-        (parquet_reader, ("pyarrow", "numpy")),
+        (parquet_reader, parquet_reader.PACKAGES),
         (template, template.PACKAGES),
         (tokenizer_probe, ("tokenizers",)),
     )

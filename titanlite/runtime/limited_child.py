@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -36,13 +35,10 @@ def command(main: Callable[..., None], packages: Sequence[str], *arguments: obje
     return interpreter.isolated(main, dict.fromkeys(folders), *arguments)
 
 
-def start(
-    main: Callable[..., None], packages: Sequence[str], variables: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    """Starts a process that answers requests. `variables`: of its environment, beside ours."""
+def start(main: Callable[..., None], packages: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Starts a process that answers requests."""
     return subprocess.Popen(
         command(main, packages),
-        env={**os.environ, **variables},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -164,7 +164,7 @@ def stop() -> None:
 def _start() -> subprocess.Popen[bytes]:
     if not all(map(importlib.util.find_spec, PACKAGES)):
         raise TemplateError("chat templates need jinja2: pip install jinja2")
-    return limited_child.start(main, PACKAGES, {})
+    return limited_child.start(main, PACKAGES)
 
 
 # From here on: the child
@@ -176,8 +176,8 @@ class TooLong(Exception):
 
 def main() -> None:
     """Answers requests."""
-    render = renderer()
     limited_child.forbid(resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC)
+    render = renderer()
     limited_child.limit({resource.RLIMIT_AS: MEMORY + limited_child.address_space()})
     signal.signal(signal.SIGPROF, _too_long)
     for request in limited_child.requests():

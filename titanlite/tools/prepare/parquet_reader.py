@@ -39,6 +39,7 @@ ENDED = "the process that read it ended; its size allows that process 1 GB and 8
 # Names of columns are cut for messages
 MOST_NAMES = 1000
 LONGEST_NAME = 200
+PACKAGES = ("pyarrow", "numpy")
 
 
 class UnreadableParquet(ValueError):
@@ -107,7 +108,7 @@ def _ask(request: dict[str, Any]) -> Iterator[tuple[dict[str, Any], IO[bytes]]]:
 
     Raises UnreadableParquet if the child says so or ends.
     """
-    child = idle_children.pop() if idle_children else _start()
+    child = idle_children.pop() if idle_children else limited_child.start(main, PACKAGES)
     assert child.stdout is not None
     complete = False
     try:
@@ -146,12 +147,6 @@ def _ended(code: int) -> UnreadableParquet:
     return OutOfMemory(ENDED)
 
 
-def _start() -> subprocess.Popen[bytes]:
-    # Its other memory pools reserve many addresses, and these are limited
-    variables = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
-    return limited_child.start(main, ("pyarrow", "numpy"), variables)
-
-
 @atexit.register
 def stop_idle() -> None:
     """Ends the processes that wait for a file."""
@@ -165,10 +160,11 @@ def stop_idle() -> None:
 def main() -> None:
     """Answers requests."""
     limited_child.forbid(resource.RLIMIT_FSIZE)
+    # pyarrow's other memory pools reserve many addresses, and these are limited
+    os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"
     # The time of this import is the child's
     import pyarrow.parquet
 
-    output = sys.stdout.buffer
     base = limited_child.address_space()
     for request in limited_child.requests():
         try:
@@ -176,14 +172,14 @@ def main() -> None:
             with pyarrow.parquet.ParquetFile(
                 request["path"], pre_buffer=False, buffer_size=BUFFER
             ) as table:
-                _answer(request, table, base, output)
+                _answer(request, table, base)
             limited_child.send({"end": True})
         except MemoryError:
             limited_child.send({"memory": True})
         except Exception as error:  # whatever it is, the file is the cause
             text = str(error).strip() or type(error).__name__
             limited_child.send({"error": text.splitlines()[0][:400]})
-        output.flush()
+        sys.stdout.flush()
 
 
 def _limit(request: dict[str, Any], base: int, size: int) -> None:
@@ -193,7 +189,7 @@ def _limit(request: dict[str, Any], base: int, size: int) -> None:
     limited_child.limit({resource.RLIMIT_AS: memory, resource.RLIMIT_CPU: seconds}, for_good=False)
 
 
-def _answer(request: dict[str, Any], table: Any, base: int, output: IO[bytes]) -> None:
+def _answer(request: dict[str, Any], table: Any, base: int) -> None:
     schema = table.schema_arrow
     metadata = table.metadata
     columns = request["columns"]
@@ -212,7 +208,7 @@ def _answer(request: dict[str, Any], table: Any, base: int, output: IO[bytes]) -
     for group in request["groups"]:
         for batch in table.iter_batches(request["batch"], [group], columns, use_threads=False):
             if done >= request["skip"]:
-                _send_batch(output, request, [batch.column(name) for name in columns])
+                _send_batch(request, [batch.column(name) for name in columns])
             done += len(batch)
 
 
@@ -228,7 +224,7 @@ def _compressed_size(metadata: Any, group: int, columns: list[str]) -> int:
     return size
 
 
-def _send_batch(output: IO[bytes], request: dict[str, Any], columns: list[Any]) -> None:
+def _send_batch(request: dict[str, Any], columns: list[Any]) -> None:
     """The lengths of all values, column by column, and then the bytes of those that are not too
     long, row by row.
     """
@@ -239,7 +235,7 @@ def _send_batch(output: IO[bytes], request: dict[str, Any], columns: list[Any]) 
     for row in zip(*values, strict=True):
         for value in row:
             if isinstance(value, memoryview) and len(value) <= request["longest"]:
-                output.write(value)
+                sys.stdout.buffer.write(value)
 
 
 def _length(value: memoryview | str | None) -> int | str | None:
