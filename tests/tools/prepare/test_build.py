@@ -258,6 +258,23 @@ def test_a_file_that_changes_meanwhile_is_named(tmp_path, source, monkeypatch, o
     assert not unfinished(tmp_path / "out")
 
 
+def test_parts_stay_where_a_file_is_gone_for_a_while(tmp_path, source, monkeypatch):
+    original = build_module.run_parts
+
+    def hide(*arguments):
+        yield from original(*arguments)
+        (source / "a.jsonl").rename(tmp_path / "away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module, "run_parts", hide)
+        with refused(str(source / "a.jsonl"), "No such file"):
+            run(source, tmp_path / "out", "--workers", "1")
+    (tmp_path / "away").rename(source / "a.jsonl")
+    with mock.patch.object(workers, "run_part", interrupt):  # none is made again
+        run(source, tmp_path / "out", "--workers", "1")
+    assert documents_of(tmp_path / "out")
+
+
 def test_two_processes_do_not_work_in_one_folder(tmp_path, source):
     with hold(tmp_path / "out", wait=False), refused(str(tmp_path / "out"), "another process"):
         run(source, tmp_path / "out")

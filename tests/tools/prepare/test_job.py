@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -213,7 +214,7 @@ def change_time(path: Path) -> None:
     os.utime(path, ns=(3, 3))
 
 
-CHANGES = [change_time, Path.unlink, lambda path: path.write_bytes(path.read_bytes() + b"x")]
+CHANGES = [change_time, lambda path: path.write_bytes(path.read_bytes() + b"x")]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "ids.bin", "ids.idx", "b.ds", "b.ds.index"])
@@ -222,6 +223,20 @@ def test_a_change_is_named(tmp_path, inputs, name, change):
     check_unchanged(inputs.files)
     change(tmp_path / "in" / name)
     with refused(str(tmp_path / "in" / name.partition(".")[0]), "since the preparation began"):
+        check_unchanged(inputs.files)
+
+
+@pytest.mark.parametrize("name", ["ids.idx", "b.ds.index"])
+def test_an_index_that_is_gone_is_a_change(tmp_path, inputs, name):
+    (tmp_path / "in" / name).unlink()
+    with refused(str(tmp_path / "in" / name.partition(".")[0]), "since the preparation began"):
+        check_unchanged(inputs.files)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "ids.bin", "b.ds"])
+def test_a_file_that_is_gone_is_named(tmp_path, inputs, name):
+    (tmp_path / "in" / name).unlink()
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "in" / name))):
         check_unchanged(inputs.files)
 
 

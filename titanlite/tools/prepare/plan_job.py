@@ -241,23 +241,20 @@ def text_files(source: Source, found: Found) -> list[File]:
 
 
 def check_unchanged(files: tuple[File, ...]) -> None:
-    """Raises ConfigError for a file that has changed since the job was planned."""
+    """Raises ConfigError for a file that has changed since the job was planned, OSError for one
+    that is gone.
+    """
     hub: dict[str, str] = {}  # data set -> version, which its shards share
     for file in files:
-        try:
-            if file.kind == "hf":
-                if file.name not in hub:
-                    local_files = hub_files(file.name)
-                    hub[file.name] = version_of(local_files) if local_files else ""
-                version = hub[file.name]
-            else:
-                status = Path(file.path).stat()
-                now = FoundFile(file.path, file.relative, status.st_size, status.st_mtime_ns)
-                version = version_of(with_companions(now))
-        except OSError as error:
-            raise ConfigError(
-                f"{error.filename}: {error.strerror}, since the preparation began"
-            ) from None
+        if file.kind == "hf":
+            if file.name not in hub:
+                local_files = hub_files(file.name)
+                hub[file.name] = version_of(local_files) if local_files else ""
+            version = hub[file.name]
+        else:
+            status = Path(file.path).stat()
+            now = FoundFile(file.path, file.relative, status.st_size, status.st_mtime_ns)
+            version = version_of(with_companions(now))
         if version != file.version:
             raise ConfigError(
                 f"{file.name}: has changed since the preparation began; repeat the command"
