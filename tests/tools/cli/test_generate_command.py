@@ -12,8 +12,8 @@ from runs import train_run
 
 from titanlite.checkpoint.folders import list_steps
 from titanlite.tokenizer.tokenizer import BUNDLED, Tokenizer
-from titanlite.tools.chat.text_stream import text_stream
 from titanlite.tools.cli.main import main
+from titanlite.tools.cli.text_stream import text_stream
 from titanlite.tools.formats.convert import Options, convert
 
 

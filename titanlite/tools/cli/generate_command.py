@@ -11,7 +11,6 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.tools.cli.options import (
     StrictParser,
     add_checkpoint_options,
-    add_sampling_options,
     at_least,
     selection_of,
 )
@@ -34,7 +33,7 @@ def run(argv: list[str]) -> int:
         return start("generate", argv, options.processes)
     device = join(options)
     from titanlite.model.generate import generate
-    from titanlite.tools.chat.text_stream import text_stream, write_text
+    from titanlite.tools.cli.text_stream import text_stream, write_text
     from titanlite.tools.formats.huggingface_kept import stops_of
     from titanlite.tools.formats.load_weights import tokenizer_of
     from titanlite.tools.formats.shared_model import SharedModel, open_shared, this_rank
@@ -129,7 +128,24 @@ def _options(argv: list[str]) -> argparse.Namespace:
         default=0,
         help="number of tokens; 0 (default): up to the sequence length of training",
     )
-    add_sampling_options(parser)
+    parser.add_argument(
+        "--temperature",
+        type=at_least(float, 0),
+        default=0.7,
+        help="0: always the most likely token; default: %(default)s",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=at_least(int, 0),
+        default=50,
+        help="sample from the k most likely tokens; 0: from all; default: %(default)s",
+    )
+    parser.add_argument(
+        "--seed",
+        type=at_least(int, 0, 2**63 - 1),
+        default=0,
+        help="the same seed gives the same text; default: %(default)s",
+    )
     add_processes_option(parser)
     options: argparse.Namespace = parser.parse_args(argv)
     return options

@@ -1,4 +1,4 @@
-"""Options that several commands share: a checkpoint, sampling, and numbers with bounds."""
+"""Options that several commands share: a checkpoint, and numbers with bounds."""
 
 from __future__ import annotations
 
@@ -70,28 +70,6 @@ def selection_of(options: argparse.Namespace) -> Selection:
     """Returns what the options of `add_checkpoint_options` select."""
     return Selection(
         step=options.step, weights=options.weights, model=options.model, adapter=options.adapter
-    )
-
-
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for choosing new tokens: see `model/generate.py`."""
-    parser.add_argument(
-        "--temperature",
-        type=at_least(float, 0),
-        default=0.7,
-        help="0: always the most likely token; default: %(default)s",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=at_least(int, 0),
-        default=50,
-        help="sample from the k most likely tokens; 0: from all; default: %(default)s",
-    )
-    parser.add_argument(
-        "--seed",
-        type=at_least(int, 0, 2**63 - 1),
-        default=0,
-        help="the same seed gives the same text; default: %(default)s",
     )
 
 

@@ -180,7 +180,7 @@ def _encode(options: argparse.Namespace) -> int:
 
 def _decode(options: argparse.Namespace) -> int:
     from titanlite.tokenizer.tokenizer import Tokenizer
-    from titanlite.tools.chat.text_stream import write_text
+    from titanlite.tools.cli.text_stream import write_text
 
     tokenizer = Tokenizer(options.tokenizer)
     words = options.ids or _read(None).split()
