@@ -2,9 +2,9 @@
 
 What it is: tiktoken's byte-pair encoder with the tokens of a rank file, and Llama 3's special
 tokens after them: all 256 if the file has Llama 3's 128,000 ranks (then ids are equal to Meta's),
-otherwise the first 16. It also reads a Hugging Face tokenizer.json:
-tiktoken encodes if it computes the same ids, else the package `tokenizers`. Text is never encoded
-as a special token: `<|end_of_text|>` in a document is ordinary characters.
+otherwise the first 16. It also reads a Hugging Face tokenizer.json: tiktoken encodes if it computes
+the same ids, else the package `tokenizers`. Text is never encoded as a special token:
+`<|end_of_text|>` in a document is ordinary characters.
 """
 
 from __future__ import annotations

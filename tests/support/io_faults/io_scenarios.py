@@ -316,9 +316,11 @@ class Converting(Scenario):
         self.whole = load_full_state(self.source)
 
     def run(self, again: bool = False) -> int:
-        there = again and self.state() == "new"
+        exists = again and self.state() == "new"
         code = main(["convert", str(self.source), str(self.target), "--to", self.to, "--no-verify"])
-        return code - 2 if there else code  # a target that is there is refused
+        if exists:  # it must be refused, with code 2
+            return code - 2
+        return code
 
     def state(self) -> str:
         """What is at the target."""

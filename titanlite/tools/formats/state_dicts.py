@@ -2,8 +2,8 @@
 
 What it is: such a file knows nothing of models. Its names become those of titanlite's parameters,
 whatever wrapper or trainer saved them; training state is set apart; names of other software are
-refused. The model's shape, the tokenizer, step and trained length come from small files
-or entries beside the tensors, if there are any.
+refused. The model's shape, the tokenizer, step and trained length come from small files or entries
+beside the tensors, if there are any.
 What it costs: small files are read, and no tensor.
 """
 

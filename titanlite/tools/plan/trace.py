@@ -11,9 +11,9 @@ What it costs: about 0.3 s for each traced block and local batch on one core, an
 process.
 What it does not see: what the compiler changes, since blocks run eagerly; kernels' workspaces; and
 what differs between CPU and GPU, such as a document mask, which on a GPU is a list of blocks.
-Float8 needs a GPU, and is not traced. A loss in chunks has the smaller blocks of
-a CPU, and needs 0.2 GB less. Tokens choose no experts: each rank of ep gets an equal share of the
-rows (`equal_sizes`).
+Float8 needs a GPU, and is not traced. A loss in chunks has the smaller blocks of a CPU, and needs
+0.2 GB less. Tokens choose no experts: each rank of ep gets an equal share of the rows
+(`equal_sizes`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Finds where the ids are in a file of token ids, and of which type they are.
 
 What it is: files that state the type are read as they say: llm.c's header, NumPy's, Megatron's
-index. A file without any of these (nanoGPT, `ndarray.tofile`, the memory maps
-of OLMo and dolma, which are named .npy) has ids of 16 bits unless its data can be wider ids: there
-each second half is the upper one, which is 0 or small, while the lower one is not. Then it is
-refused, and the option or key `ids` decides, because the same bytes can be ids of 16 bits with a 0
-after each. Only a tokenizer whose ids do not fit into 16 bits excludes those, so its ids of 32 bits
-are read without the option. 8 bits, floats and big-endian order are refused.
+index. A file without any of these (nanoGPT, `ndarray.tofile`, the memory maps of OLMo and dolma,
+which are named .npy) has ids of 16 bits unless its data can be wider ids: there each second half is
+the upper one, which is 0 or small, while the lower one is not. Then it is refused, and the option
+or key `ids` decides, because the same bytes can be ids of 16 bits with a 0 after each. Only a
+tokenizer whose ids do not fit into 16 bits excludes those, so its ids of 32 bits are read without
+the option. 8 bits, floats and big-endian order are refused.
 Why not by the vocabulary: an id beyond it would make a file of 32 bits one of 16, with twice as
 many ids.
 What it costs: 1 MB of each file is read.
