@@ -23,7 +23,7 @@ from fuzz_samples import TEXT, Reader, tokenizer_of_others
 from messages import refused
 
 from titanlite.runtime.errors import ConfigError
-from titanlite.tokenizer.byte_level import merges_of, to_bytes, to_text
+from titanlite.tokenizer.byte_level import to_bytes, to_text
 from titanlite.tokenizer.tokenizer import BUNDLED, MAX_TOKEN, Tokenizer, named_tokenizer
 from titanlite.tokenizer.tokenizer_json import Encoding, convert, encode_alone, find, parse
 from titanlite.tools.formats.huggingface_tokenizer import to_files
@@ -354,9 +354,6 @@ def test_texts_of_tokens():
     everything = bytes(range(256))
     assert to_bytes(to_text(everything)) == everything
     assert to_text(b" \n\xff") == "ĠĊÿ"
-    assert merges_of({b"a": 0, b"b": 1, b"ab": 2, b"abb": 3, b"bb": 4}) == [
-        *((b"a", b"b"), (b"a", b"bb"), (b"ab", b"b"), (b"b", b"b"))
-    ]
 
 
 def at(*path):

@@ -1,7 +1,6 @@
 """Converts byte-level tokens to text and back, as `tokenizers` writes bytes.
 
-What it is: GPT-2's map of the 256 bytes to printable characters, and the list of merges by which
-these formats describe an encoding. tiktoken describes it by the ranks of its tokens.
+What it is: GPT-2's map of the 256 bytes to printable characters.
 Reference: github.com/openai/gpt-2, src/encoder.py
 """
 
@@ -32,20 +31,3 @@ def to_text(token: bytes) -> str:
 def to_bytes(text: str) -> bytes:
     """Inverts `to_text`. Raises UnicodeEncodeError if a character stands for no byte."""
     return text.translate(BYTES).encode("latin-1")
-
-
-def merges_of(tokens: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Lists every pair of tokens that tiktoken would merge into a token.
-
-    The pairs are in the order of `tokens`, which is the order of ranks.
-    """
-    merges = []
-    for token in tokens:
-        pairs = []
-        for i in range(1, len(token)):
-            first = token[:i]
-            second = token[i:]
-            if first in tokens and second in tokens:
-                pairs.append((first, second))
-        merges += sorted(pairs, key=lambda pair: (tokens[pair[0]], tokens[pair[1]]))
-    return merges

@@ -22,6 +22,7 @@ from titanlite.tools.formats.convert import Options, convert, load_full_state
 from titanlite.tools.formats.huggingface_tokenizer import (
     content_of,
     files_of,
+    merges_of,
     read_tokenizer,
     to_files,
 )
@@ -29,6 +30,12 @@ from titanlite.tools.formats.load_weights import read_weights
 
 STYLES = ("gpt2", "qwen")
 TEXT = mixed_text(3000)
+
+
+def test_merges_are_listed_by_the_rank_of_what_they_make():
+    assert merges_of({b"a": 0, b"b": 1, b"ab": 2, b"abb": 3, b"bb": 4}) == [
+        *((b"a", b"b"), (b"a", b"bb"), (b"ab", b"b"), (b"b", b"b"))
+    ]
 
 
 def quiet(text: str) -> None:

@@ -20,7 +20,7 @@ from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.bpe import rank_file
-from titanlite.tokenizer.byte_level import merges_of, to_text
+from titanlite.tokenizer.byte_level import to_text
 from titanlite.tokenizer.kept_files import KEPT_FILE
 from titanlite.tokenizer.tokenizer import PATTERN, Tokenizer
 from titanlite.tokenizer.tokenizer_json import (
@@ -147,6 +147,23 @@ def _main(tokenizer: Tokenizer) -> dict[str, Any]:
             "merges": [[to_text(a), to_text(b)] for a, b in merges_of(tokens)],
         },
     }
+
+
+def merges_of(tokens: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Lists every pair of tokens that tiktoken would merge into a token.
+
+    The pairs are in the order of `tokens`, which is the order of ranks.
+    """
+    merges = []
+    for token in tokens:
+        pairs = []
+        for i in range(1, len(token)):
+            first = token[:i]
+            second = token[i:]
+            if first in tokens and second in tokens:
+                pairs.append((first, second))
+        merges += sorted(pairs, key=lambda pair: (tokens[pair[0]], tokens[pair[1]]))
+    return merges
 
 
 def read_tokenizer(folder: Path) -> bytes | None:
