@@ -55,9 +55,17 @@ def small_checkpoint(folder: Path) -> None:
     )
 
 
+@pytest.fixture(scope="module")
+def written(pool, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("written")
+    pool.run(1, small_checkpoint, folder)
+    return folder / "step-1"
+
+
 @pytest.fixture
-def step(pool, tmp_path) -> Path:
-    pool.run(1, small_checkpoint, tmp_path)
+def step(written, tmp_path) -> Path:
+    """A copy of the step, for each test to damage."""
+    shutil.copytree(written, tmp_path / "step-1")
     return tmp_path / "step-1"
 
 

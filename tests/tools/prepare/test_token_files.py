@@ -116,8 +116,8 @@ def test_a_damaged_index_is_found(tmp_path):
     file = file_of(tmp_path / "a.bin", "megatron")
     for _ in range(60):
         place = int(RANDOM.integers(34, len(good)))
-        path.write_bytes(good)
-        edit(path, place, "<B", good[place] ^ int(RANDOM.integers(1, 256)))
+        other = good[place] ^ int(RANDOM.integers(1, 256))
+        path.write_bytes(with_value(good, place, "<B", other))
         with refused("a.idx"):
             read(file)
         found += 1
@@ -133,62 +133,80 @@ def test_a_file_without_documents_is_cut_at_its_last_twentieth(tmp_path):
     assert [document.length for document in found] == [950, 50]
 
 
-def edit(path: Path, offset: int, layout: str, *values: int) -> None:
-    data = bytearray(path.read_bytes())
-    struct.pack_into(layout, data, offset, *values)
-    path.write_bytes(data)
+def with_value(data: bytes, offset: int, layout: str, *values: int) -> bytes:
+    changed = bytearray(data)
+    struct.pack_into(layout, changed, offset, *values)
+    return bytes(changed)
 
 
-@pytest.mark.parametrize(
-    ("damage", "problem"),
-    [
-        (lambda a: edit(a / "a.bin", 40, "<H", 5000), "id 5000 at byte 40"),
-        (
-            lambda a: (a / "a.bin").write_bytes((a / "a.bin").read_bytes()[:-1]),
-            "not a whole number",
-        ),
-        (lambda a: (a / "a.bin").write_bytes((a / "a.bin").read_bytes()[:-20]), "sequence 299"),
-        (
-            lambda a: (a / "a.bin").write_bytes((a / "a.bin").read_bytes() + bytes(20)),
-            f"{2 * sum(map(len, DOCUMENTS)) + 20} bytes, but a.idx ends at byte",
-        ),
-        # No documents and no sequences
-        (
-            lambda a: (a / "a.idx").write_bytes(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 0, 0)),
-            "but a.idx ends at byte 0; one of the two files is of another",
-        ),
-        (lambda a: (a / "a.idx").write_bytes((a / "a.idx").read_bytes()[:-3]), "truncated"),
-        (
-            lambda a: (a / "a.idx").write_bytes((a / "a.idx").read_bytes()[:20]),
-            "not a Megatron index",
-        ),
-        (lambda a: edit(a / "a.idx", 9, "<Q", 2), "not a Megatron index of version 1"),
-        (lambda a: edit(a / "a.idx", 17, "<B", 7), "type 7 at byte 17"),
-        (lambda a: edit(a / "a.idx", 34, "<i", -5), "sequence 0"),
-        (lambda a: edit(a / "a.idx", 34 + 1200, "<q", 8), "sequence 0, at byte 1234"),
-        (lambda a: edit(a / "a.idx", 34 + 3600 + 8, "<q", 7), "not in order"),
-        (lambda a: edit(a / "a.idx", 18, "<Q", 2**61), "truncated"),
-    ],
-)
-def test_damage_is_named_with_its_offset(tmp_path, damage, problem):
+# name -> (file of a.bin and a.idx, what becomes of its bytes, words of the message)
+DAMAGED = {
+    "an id beyond the vocabulary": (
+        "a.bin",
+        lambda data: with_value(data, 40, "<H", 5000),
+        "id 5000 at byte 40",
+    ),
+    "half an id": ("a.bin", lambda data: data[:-1], "not a whole number"),
+    "too few ids": ("a.bin", lambda data: data[:-20], "sequence 299"),
+    "too many ids": (
+        "a.bin",
+        lambda data: data + bytes(20),
+        f"{2 * sum(map(len, DOCUMENTS)) + 20} bytes, but a.idx ends at byte",
+    ),
+    "no documents and no sequences": (
+        "a.idx",
+        lambda data: b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 0, 0),
+        "but a.idx ends at byte 0; one of the two files is of another",
+    ),
+    "an index that is cut": ("a.idx", lambda data: data[:-3], "truncated"),
+    "a header that is cut": ("a.idx", lambda data: data[:20], "not a Megatron index"),
+    "another version": (
+        "a.idx",
+        lambda data: with_value(data, 9, "<Q", 2),
+        "not a Megatron index of version 1",
+    ),
+    "a type that is no integer": (
+        "a.idx",
+        lambda data: with_value(data, 17, "<B", 7),
+        "type 7 at byte 17",
+    ),
+    "a negative size": ("a.idx", lambda data: with_value(data, 34, "<i", -5), "sequence 0"),
+    "another place": (
+        "a.idx",
+        lambda data: with_value(data, 34 + 1200, "<q", 8),
+        "sequence 0, at byte 1234",
+    ),
+    "documents out of order": (
+        "a.idx",
+        lambda data: with_value(data, 34 + 3600 + 8, "<q", 7),
+        "not in order",
+    ),
+    "too many sequences": (
+        "a.idx",
+        lambda data: with_value(data, 18, "<Q", 2**61),
+        "truncated",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "change", "problem"), DAMAGED.values(), ids=DAMAGED)
+def test_damage_is_named_with_its_offset(tmp_path, name, change, problem):
     write_megatron(tmp_path / "a", DOCUMENTS)
-    damage(tmp_path)
+    path = tmp_path / name
+    path.write_bytes(change(path.read_bytes()))
     with refused(str(tmp_path / "a."), problem):
         read(file_of(tmp_path / "a.bin", "megatron"))
 
 
 @pytest.mark.parametrize(
-    ("damage", "problem"),
-    [
-        (lambda p: p.write_bytes(p.read_bytes()[:-2]), "ids at byte 8"),
-        (lambda p: edit(p, 8, "<i", -1), "ids at byte 8"),
-    ],
+    "change", [lambda data: data[:-2], lambda data: with_value(data, 8, "<i", -1)]
 )
-def test_a_header_that_does_not_fit_is_named(tmp_path, damage, problem):
-    with_header(tmp_path / "a.bin", "<u2")
-    damage(tmp_path / "a.bin")
-    with refused(str(tmp_path / "a.bin"), problem):
-        read(file_of(tmp_path / "a.bin"))
+def test_a_header_that_does_not_fit_is_named(tmp_path, change):
+    path = tmp_path / "a.bin"
+    with_header(path, "<u2")
+    path.write_bytes(change(path.read_bytes()))
+    with refused(str(path), "ids at byte 8"):
+        read(file_of(path))
 
 
 def megatron_index(folder: Path) -> list[bytes]:
