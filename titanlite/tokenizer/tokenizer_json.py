@@ -130,7 +130,7 @@ def _in_folder(folder: Path) -> Path:
     for name in TOKENIZER_FILES:
         if (folder / name).exists():
             return folder / name
-    raise FileNotFoundError(errno.ENOENT, f"no {', no '.join(TOKENIZER_FILES)} in this folder")
+    raise FileNotFoundError(errno.ENOENT, f"no {JSON_FILES[0]}, no {RANK_FILE} in this folder")
 
 
 def parse(path: Path, content: bytes) -> tuple[Json, Json]:
