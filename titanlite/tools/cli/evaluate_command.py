@@ -137,7 +137,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     )
     add_processes_option(parser)
     if any(word.startswith("--tasks") for word in argv):
-        raise ConfigError(f"--tasks: {TASKS}")
+        raise ConfigError(f"--tasks: lm-eval evaluates an export: {TASKS}")
     options = parser.parse_args(argv)
     problems = []
     if options.split:
