@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from titanlite.data.prepared_manifest import token_dtype
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import replace_file
+from titanlite.runtime.files import replace_file, sync_folder
 from titanlite.runtime.typed_json import Count, Sha256
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.chat.conversation import Piece as ChatPiece
@@ -186,6 +186,7 @@ def tokenise_part(job: Job, work: Path, tokenizer: Tokenizer, part: int) -> None
         "text_bytes": {split: writer.text_bytes for split, writer in writers.items()},
         "fingerprint": digest.hexdigest(),
     }
+    sync_folder(work)  # a power failure must not leave the record without its shards
     replace_file(record_path(work, part), json.dumps(record).encode(), shared=True)
 
 
