@@ -110,9 +110,9 @@ def test_precision_may_change_and_weights_of_any_begin_a_run(pool, arguments, tm
 @pytest.mark.parametrize(
     ("before", "layout_before", "after", "layout_after"),
     [
-        (4, ["tp=2", "dp_shard=2"], 4, ["pp=2", "dp_shard=2"]),
         # Slow: test_no_sample_is_repeated_or_skipped goes from 4 to 1 to 2, and tests/checkpoint
         # loads each of these layouts into others bit by bit.
+        pytest.param(4, ["tp=2", "dp_shard=2"], 4, ["pp=2", "dp_shard=2"], marks=pytest.mark.slow),
         pytest.param(1, [], 4, [], marks=pytest.mark.slow),
         pytest.param(2, ["cp=2"], 2, ["tp=2"], marks=pytest.mark.slow),
         pytest.param(4, [], 1, [], marks=pytest.mark.slow),
