@@ -11,6 +11,7 @@ if [ "${1:-}" = --torch ]; then
   shift 2
 fi
 setup_env requirements-dev.txt
+unset PYTHONDONTWRITEBYTECODE  # with it, each process that a test starts compiles titanlite again
 cd "$here"
 (($#)) || set -- -n 2 --dist worksteal
 exec "$PYTHON" -m pytest "$@"

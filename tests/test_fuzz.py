@@ -90,7 +90,7 @@ PLANTED = {  # reader -> a check that is taken away
 }
 
 
-QUICK = ("manifest, sealed", ".proven")
+QUICK = (".proven",)  # one shows that the fuzzer finds a check that is gone
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def slow_arguments(arguments):
     ]
 
 
-def test_trains_prints_a_sample_and_what_to_try_next(arguments, tmp_path):
+def test_trains_prints_a_sample_and_what_to_try_next(pool, arguments, tmp_path):
     code, output = finish(
         start([*arguments, "--validation.prompts=def", "--validation.prompt_tokens=20"], NGPU="2")
     )
@@ -44,11 +44,10 @@ def test_trains_prints_a_sample_and_what_to_try_next(arguments, tmp_path):
     assert f"titanlite generate {tmp_path}/debug" in output
     assert "Traceback" not in output
     assert (tmp_path / "debug/log.txt").read_text().count("step 6/6") == 2
-    again, text = finish(
-        start([str(tmp_path / "debug/config.toml"), "--training.steps=8"], NGPU="1")
-    )
-    assert again == 0, text
-    assert f"resumed from {tmp_path}/debug/checkpoints/step-6" in text
+    again = [str(tmp_path / "debug/config.toml"), "--training.steps=8"]
+    assert pool.run(1, train_run, again) == [0]
+    resumed = f"resumed from {tmp_path}/debug/checkpoints/step-6"
+    assert resumed in (tmp_path / "debug/log.txt").read_text()
     assert list(curve(tmp_path / "debug")) == list(range(1, 9))
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from model_builder import GROUPED, SMALL, small_model
+from model_builder import GROUPED, ODD, SMALL, small_model
 
 from titanlite.model.flavors import LlamaConfig, RopeScaling
 from titanlite.model.generate import KVCache, generate, sample_token
@@ -85,19 +85,10 @@ def test_the_cache_refuses_what_attention_has_no_mask_for():
         cache.append(torch.zeros(1, 2, 2, 4), torch.zeros(1, 2, 2, 4))
 
 
-ODD = {  # heads, widths and layers that are no powers of two, and what families add to the blocks
+SHAPES = {  # heads, widths and layers that are no powers of two, and what families add to the blocks
     "small": SMALL,
     "one head for keys": dataclasses.replace(GROUPED, num_kv_heads=1, tied_embeddings=True),
-    "biases and yarn": LlamaConfig(
-        dim=42,
-        num_layers=3,
-        num_heads=3,
-        num_kv_heads=1,
-        ffn_dim=50,
-        vocab_size=97,
-        qkv_bias=True,
-        rope_scaling=RopeScaling(4.0, original_context=8, kind="yarn"),
-    ),
+    "biases and yarn": ODD,
     "norms and wide heads": LlamaConfig(
         dim=20,
         num_layers=2,
@@ -127,11 +118,11 @@ def sharp_model(config: LlamaConfig) -> Llama:
 
 
 @pytest.mark.parametrize("length", [1, 9])
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", SHAPES)
 def test_greedy_tokens_of_odd_shapes_equal_those_without_a_cache(name, length):
-    model = sharp_model(ODD[name])
+    model = sharp_model(SHAPES[name])
     generator = torch.Generator().manual_seed(7)
-    prompt = torch.randint(ODD[name].vocab_size, (length,), generator=generator).tolist()
+    prompt = torch.randint(SHAPES[name].vocab_size, (length,), generator=generator).tolist()
     found = list(generate(model, prompt, 15, **options()))
     text = list(prompt)
     with torch.no_grad():

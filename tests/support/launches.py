@@ -15,17 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This environment with the running interpreter first: run_train.sh takes it and installs nothing.
-
-    Where the environment forbids compiled files, they are kept beside the prepared data of these
-    tests: else each process would compile titanlite again.
-    """
+    """This environment with the running interpreter first: run_train.sh takes it and installs nothing."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    compiled = {}
-    if sys.dont_write_bytecode:
-        compiled["PYTHONDONTWRITEBYTECODE"] = ""
-        compiled["PYTHONPYCACHEPREFIX"] = f"{os.environ['TITANLITE_CACHE']}/compiled"
-    return {**os.environ, **compiled, "PATH": path, "LOG_RANK": "0", **variables}
+    return {**os.environ, "PATH": path, "LOG_RANK": "0", **variables}
 
 
 def start(arguments: list[str], **variables: str) -> subprocess.Popen:

@@ -26,6 +26,18 @@ SMALL = LlamaConfig(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=4
 # Fits tp and pp
 EVEN = LlamaConfig(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=104)
 
+# No power of two, with what families add to the blocks
+ODD = LlamaConfig(
+    dim=42,
+    num_layers=3,
+    num_heads=3,
+    num_kv_heads=1,
+    ffn_dim=50,
+    vocab_size=97,
+    qkv_bias=True,
+    rope_scaling=RopeScaling(4.0, original_context=8, kind="yarn"),
+)
+
 GROUPED = LlamaConfig(dim=64, num_layers=3, num_heads=8, num_kv_heads=2, ffn_dim=96, vocab_size=211)
 EXPORTED = {  # shapes that other software is given
     "debug": dataclasses.replace(FLAVORS["debug"], vocab_size=4112),

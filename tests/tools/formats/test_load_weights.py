@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import refused
-from model_builder import EVEN, EXPORTED, GROUPED, build_stages, make_file
+from model_builder import EVEN, EXPORTED, GROUPED, ODD, build_stages, make_file
 from torch.distributed.tensor import DTensor
 
-from titanlite.model.flavors import LlamaConfig, RopeScaling
+from titanlite.model.flavors import LlamaConfig
 from titanlite.model.generate import generate
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import BUNDLED
@@ -95,16 +95,7 @@ def test_a_tokenizer_of_more_ids_than_the_model_is_refused(tmp_path):
 CPU = torch.device("cpu")
 SHAPES = {
     "tied": EXPORTED["debug"],
-    "odd": LlamaConfig(
-        dim=42,
-        num_layers=3,
-        num_heads=3,
-        num_kv_heads=1,
-        ffn_dim=50,
-        vocab_size=97,
-        qkv_bias=True,
-        rope_scaling=RopeScaling(4.0, original_context=8, kind="yarn"),
-    ),
+    "odd": ODD,
     "norms": dataclasses.replace(GROUPED, qk_norm=True),
     "experts": dataclasses.replace(GROUPED, num_experts=4, experts_per_token=2, expert_ffn_dim=40),
 }
@@ -191,7 +182,7 @@ def test_an_error_on_one_rank_is_raised_on_all(pool, checkpoint):
 
 
 @pytest.mark.parametrize("checkpoint", ["odd"], indirect=True)
-def test_one_process_has_the_whole_model_and_follows_nobody(checkpoint):
+def test_one_process_has_the_whole_model_and_follows_no_rank(checkpoint):
     full = open_shared(checkpoint)
     shared = SharedModel(full, CPU, 32)
     shared.follow()

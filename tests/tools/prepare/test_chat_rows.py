@@ -194,7 +194,7 @@ def test_conversations_are_refused_with_the_command_that_prepares_them(tmp_path,
     texts = documents_of(tmp_path / "made")
     assert len(texts) == len(TURNS)
     assert all("question" in text and "answer" in text for text in texts)
-    # Their field as the text is no way either
+    # Nor are they texts of a field
     assert "--chat" in problem_of(path, field=shape)
 
 

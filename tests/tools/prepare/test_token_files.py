@@ -165,7 +165,7 @@ DAMAGED = {
         lambda data: with_value(data, 9, "<Q", 2),
         "not a Megatron index of version 1",
     ),
-    "a type that is no integer": (
+    "a type that is not an integer": (
         "a.idx",
         lambda data: with_value(data, 17, "<B", 7),
         "type 7 at byte 17",
