@@ -46,8 +46,9 @@ def begins_with_bos(path: Path, dtype: str) -> list[list[int]]:
 
 def with_header(path: Path, dtype: str) -> list[list[int]]:
     expected = begins_with_bos(path, dtype)
-    magic, count = (20240520 if dtype == "<u2" else 20240801), sum(map(len, expected))
-    path.write_bytes(struct.pack("<3i", magic, 1, count) + bytes(1012) + path.read_bytes())
+    magic, version = (20240520, 1) if dtype == "<u2" else (20240801, 7)
+    header = struct.pack("<3i", magic, version, sum(map(len, expected)))
+    path.write_bytes(header + bytes(1012) + path.read_bytes())
     return expected
 
 
@@ -159,6 +160,7 @@ DAMAGED = {
         "but a.idx ends at byte 0; one of the two files is of another",
     ),
     "an index that is cut": ("a.idx", lambda data: data[:-3], "truncated"),
+    "an index with more": ("a.idx", lambda data: data + bytes(8), "something was added to it"),
     "a header that is cut": ("a.idx", lambda data: data[:20], "not a Megatron index"),
     "another version": (
         "a.idx",
@@ -199,13 +201,24 @@ def test_damage_is_named_with_its_offset(tmp_path, name, change, problem):
 
 
 @pytest.mark.parametrize(
-    "change", [lambda data: data[:-2], lambda data: with_value(data, 8, "<i", -1)]
+    ("dtype", "change", "problem"),
+    [
+        ("<u2", lambda data: data[:-2], "9746 follow; it is truncated"),
+        (
+            "<u2",
+            lambda data: data + bytes(2),
+            "9748 follow; something was added",
+        ),
+        ("<u2", lambda data: with_value(data, 8, "<i", -1), "says 4294967295 ids at byte 8"),
+        ("<u2", lambda data: with_value(data, 4, "<i", 7), "version 7 at byte 4; expected 1"),
+        ("<u4", lambda data: with_value(data, 4, "<i", 1), "version 1 at byte 4; expected 7"),
+    ],
 )
-def test_a_header_that_does_not_fit_is_named(tmp_path, change):
+def test_a_header_that_does_not_fit_is_named(tmp_path, dtype, change, problem):
     path = tmp_path / "a.bin"
-    with_header(path, "<u2")
+    with_header(path, dtype)
     path.write_bytes(change(path.read_bytes()))
-    with refused(str(path), "ids at byte 8"):
+    with refused(str(path), problem):
         read(file_of(path))
 
 

@@ -57,8 +57,8 @@ NUMPY = b"\x93NUMPY"
 TORCH = re.compile(rb"PK\x03\x04.{26}[^/]{1,80}/(data\.pkl|\.format_version|\.data)", re.DOTALL)
 # An array of objects: Markdown and TOML can begin with [, too
 ARRAY = re.compile(rb'(\xef\xbb\xbf)?\s*\[\s*\{\s*"')
-# The magic number in the header of llm.c's token files -> type of its ids
-LLMC = {20240520: "<u2", 20240801: "<u4"}
+# The magic number in the header of llm.c's token files -> its version, and the type of its ids
+LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 LLMC_HEADER = 1024  # bytes
 # and in the headers of its other files
 LLMC_OTHERS = {

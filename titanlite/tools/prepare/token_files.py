@@ -31,6 +31,7 @@ from titanlite.tools.prepare.token_layout import (
     Layout,
     megatron_header,
     token_layout,
+    wrong_length,
 )
 
 # Ids that are read at a time; also the most that are hashed to choose a document's split
@@ -154,7 +155,8 @@ def _open_index(path: Path) -> Index:
     size = path.stat().st_size
     if size != expected:
         raise ConfigError(
-            f"{path}: {size} bytes, expected {expected} by its header; it is truncated"
+            f"{path}: {size} bytes, expected {expected} by its header; "
+            + wrong_length(size, expected)
         )
     data = np.memmap(path, np.uint8, "r")
     index = Index(

@@ -108,13 +108,20 @@ def _llmc_layout(path: str, size: int) -> Layout:
             f"{path}: {size} bytes, fewer than its header of {LLMC_HEADER}; it is truncated"
         )
     header = np.fromfile(path, "<u4", 3)
-    dtype = np.dtype(LLMC[int(header[0])])
+    version, type_name = LLMC[int(header[0])]
+    if header[1] != version:
+        raise ConfigError(
+            f"{path}: llm.c's version {header[1]} at byte 4; expected {version}, which goes with "
+            f"its magic number {header[0]}"
+        )
+    dtype = np.dtype(type_name)
     stated_ids = int(header[2])
     num_ids = (size - LLMC_HEADER) // dtype.itemsize
-    if size - LLMC_HEADER != stated_ids * dtype.itemsize:
+    stated_bytes = stated_ids * dtype.itemsize
+    if size - LLMC_HEADER != stated_bytes:
         raise ConfigError(
             f"{path}: its header says {stated_ids} ids at byte 8, but {num_ids} follow; "
-            "it is truncated"
+            + wrong_length(size - LLMC_HEADER, stated_bytes)
         )
     return Layout(dtype, LLMC_HEADER, num_ids)
 
@@ -139,11 +146,20 @@ def _numpy_layout(path: str, size: int) -> Layout:
         )
     layout = Layout(np.dtype(dtype[1].decode()), offset, int(shape[1]))
     following = (size - offset) // layout.dtype.itemsize
-    if size - offset != layout.num_ids * layout.dtype.itemsize:
+    stated_bytes = layout.num_ids * layout.dtype.itemsize
+    if size - offset != stated_bytes:
         raise ConfigError(
-            f"{path}: its header says {layout.num_ids} ids, but {following} follow; it is truncated"
+            f"{path}: its header says {layout.num_ids} ids, but {following} follow; "
+            + wrong_length(size - offset, stated_bytes)
         )
     return layout
+
+
+def wrong_length(found: int, stated: int) -> str:
+    """Says why a file that has `found` bytes may not have those that its header states."""
+    if found < stated:
+        return "it is truncated"
+    return "something was added to it, or its header is damaged"
 
 
 def megatron_header(index: Path) -> tuple[int, int, int]:
