@@ -24,6 +24,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+PARENT = os.getppid()  # a launcher may be killed while the imports below take seconds
+
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
@@ -112,7 +114,7 @@ def main(config: Config) -> int:
     progress = Progress()
     # Ends the run if a rank hangs
     watchdog = Watchdog(config.comm, folder, progress, device, first_steps(config.training))
-    requests = Requests(folder)  # from here on a signal makes the run save and end
+    requests = Requests(folder, PARENT)  # from here on a signal makes the run save and end
 
     # 2. Data: text is tokenised once; sample i of the stream is a function of (seed, i)
     data = load_sources(config.data, prepared_folders(config.data, tokenizer), tokenizer)

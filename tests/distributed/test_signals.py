@@ -9,12 +9,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titanlite.distributed.signals import Agreed, RequestFile, Requests
+from titanlite.runtime.errors import LAUNCHER
 
 
 def ask(number: int) -> list[Agreed]:
     """Agreements of a rank: nothing, a save wanted by rank 1, a failure of rank 0, a profile wanted
     by rank 0, a signal to rank 1, and after it."""
-    requests, rank = Requests(Path("absent")), dist.get_rank()
+    requests, rank = Requests(Path("absent"), 0), dist.get_rank()
     found = [requests.agree(), requests.agree(save=rank == 1), requests.agree(trouble=rank == 0)]
     requests.profile_file.pending = rank == 0
     found.append(requests.agree())
@@ -61,7 +62,7 @@ def test_a_file_is_seen_by_rank_0_which_removes_it(pool, tmp_path):
 
 def signal_twice(later: float) -> bool:
     """Whether a second signal, so many seconds after the first, has its default effect."""
-    requests = Requests(Path("absent"))
+    requests = Requests(Path("absent"), 0)
     os.kill(os.getpid(), signal.SIGTERM)
     requests.signalled -= later
     killed = []
@@ -85,7 +86,7 @@ def test_a_second_signal_ends_at_once_but_not_within_a_second(pool):
 
 def restore_handlers() -> bool:
     before = signal.getsignal(signal.SIGUSR1)
-    requests = Requests(Path("absent"))
+    requests = Requests(Path("absent"), 0)
     during = signal.getsignal(signal.SIGUSR1)
     requests.restore()
     return during == requests.handle and signal.getsignal(signal.SIGUSR1) == before
@@ -93,3 +94,22 @@ def restore_handlers() -> bool:
 
 def test_handlers_are_given_back(pool):
     assert pool.run(1, restore_handlers) == [True]
+
+
+def stops_at_once(variable: str, value: int | None, parent: int) -> bool:
+    """Whether a run stops whose launcher is said by this variable, and whose parent had this number
+    at first. `None`, 0: those of the process that really started this one.
+    """
+    os.environ[variable] = str(value or os.getppid())
+    requests = Requests(Path("absent"), parent or os.getppid())
+    requests.restore()
+    return requests.agree().stop
+
+
+def test_a_launcher_that_was_killed_while_this_process_started_stops_the_run(pool):
+    """Its number is another than that of the parent, which is init's by then."""
+    assert pool.run(1, stops_at_once, LAUNCHER, 1 << 22, 0) == [True]
+    assert pool.run(1, stops_at_once, LAUNCHER, None, 1 << 22) == [False]
+    assert pool.run(1, stops_at_once, "TORCHELASTIC_RUN_ID", None, 1 << 22) == [True]
+    assert pool.run(1, stops_at_once, "TORCHELASTIC_RUN_ID", None, 0) == [False]
+    assert pool.run(1, stops_at_once, "ANOTHER", None, 1 << 22) == [False]

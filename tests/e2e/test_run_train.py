@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import pytest
@@ -153,18 +154,27 @@ def test_a_signal_to_every_process_at_once_saves(slow_arguments, tmp_path):
     assert len(list((tmp_path / "debug").glob("checkpoints/step-*"))) == 1
 
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.slow)])
-def test_workers_leave_when_their_launcher_is_killed(slow_arguments, tmp_path, processes):
-    process = start([*slow_arguments, "--training.steps=100000"], NGPU=processes)
-    wait_for_step(tmp_path / "debug", 3, process)
-    orphans = workers(process)
+@pytest.mark.parametrize("steps", [0, 3], ids=["that start", "that train"])
+@pytest.mark.parametrize("command", [(), (*TORCHRUN, ROOT / "train.py")], ids=["ours", "torchrun"])
+def test_workers_leave_when_their_launcher_is_killed(slow_arguments, tmp_path, command, steps):
+    arguments = [*slow_arguments, "--training.steps=100000"]
+    # With the latter, torchrun does not serve the store by which the processes find each other
+    process = start(arguments, *command, NGPU="2", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    deadline = time.monotonic() + 120
+    while len(orphans := workers(process)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)  # Python itself has started
+    if steps:
+        wait_for_step(tmp_path / "debug", steps, process)
     process.kill()
-    deadline = time.monotonic() + 20
     while any(alive(pid) for pid in orphans) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(alive(pid) for pid in orphans)
-    assert list((tmp_path / "debug").glob("checkpoints/step-*"))
+    assert bool(list((tmp_path / "debug").glob("checkpoints/step-*"))) == (steps > 0)
 
 
 def test_a_folder_that_another_run_holds_is_one_error(arguments, tmp_path):

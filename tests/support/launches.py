@@ -20,9 +20,10 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PATH": path, "LOG_RANK": "0", **variables}
 
 
-def start(arguments: list[str], **variables: str) -> subprocess.Popen:
+def start(arguments: list[str], *command: str | Path, **variables: str) -> subprocess.Popen:
+    """Starts run_train.sh, or another command."""
     return subprocess.Popen(
-        [ROOT / "run_train.sh", *arguments],
+        [*(command or [ROOT / "run_train.sh"]), *arguments],
         env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from titanlite.distributed.agreement import bitwise_or
-from titanlite.runtime.errors import LAUNCHED
+from titanlite.runtime.errors import LAUNCHER
 
 logger = logging.getLogger("titanlite")
 # Seconds between two checks for a file: network file systems are slow
@@ -69,15 +69,20 @@ class RequestFile:
 class Requests:
     """Collects the requests of this process and combines them with those of all others."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder`: the run's folder, in which the files SAVE and PROFILE may appear."""
+    def __init__(self, folder: Path, parent: int) -> None:
+        """`folder`: the run's folder, in which the files SAVE and PROFILE may appear. `parent`: the
+        process that started this one, read when it began: under torchrun it must be alive, as our
+        launcher must, which passes its own id.
+        """
         self.stop = False  # agreed by all processes; never reset
         self.save_file = RequestFile(folder / "SAVE")
         self.profile_file = RequestFile(folder / "PROFILE")
         self.signalled = 0.0  # time of the first signal to this process
         self._launcher: int | None = None  # the process that must be alive
-        if "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHED in os.environ:
-            self._launcher = os.getppid()
+        if LAUNCHER in os.environ:
+            self._launcher = int(os.environ[LAUNCHER])
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            self._launcher = parent
         self._former_handlers = {}
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._former_handlers[number] = signal.signal(number, self.handle)

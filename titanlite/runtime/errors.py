@@ -16,9 +16,10 @@ EXIT_STOPPED = 75
 EXIT_LOST = 76
 EXIT_HUNG = 124
 
-# Environment variables of processes that the launcher started: the prepared data; on rank 0 also a
-# listening socket
+# Environment variables of processes that the launcher started: the prepared data; the launcher's
+# process id; on rank 0 also a listening socket
 LAUNCHED = "TITANLITE_LAUNCHED"
+LAUNCHER = "TITANLITE_LAUNCHER"
 LISTENER = "TITANLITE_LISTENER"
 
 

@@ -5,6 +5,7 @@ tests/e2e.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import time
 import pytest
 from messages import assert_mentions, refused
 
-from titanlite.runtime.errors import EXIT_LOST, LISTENER
+from titanlite.runtime.errors import EXIT_LOST, LAUNCHER, LISTENER
 from titanlite.tools.cli import processes
 
 
@@ -118,6 +119,7 @@ def test_each_process_gets_its_rank_and_the_first_the_socket(signals, tmp_path, 
     ]
     assert first["MASTER_PORT"] == second["MASTER_PORT"] != "0"
     assert first["GIVEN"] == second["GIVEN"] == "x"
+    assert first[LAUNCHER] == second[LAUNCHER] == str(os.getpid())
     assert LISTENER in first
     assert LISTENER not in second
     assert processes.run(["-c", code, f"{tmp_path}/"], {}, ONE, signals) == 0

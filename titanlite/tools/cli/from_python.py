@@ -30,7 +30,14 @@ from typing import Any
 from titanlite.config.load import load_config
 from titanlite.observe.metrics_file import RowReader
 from titanlite.runtime import interpreter
-from titanlite.runtime.errors import EXIT_CONFIG, EXIT_STOPPED, LAUNCHED, LISTENER, ConfigError
+from titanlite.runtime.errors import (
+    EXIT_CONFIG,
+    EXIT_STOPPED,
+    LAUNCHED,
+    LAUNCHER,
+    LISTENER,
+    ConfigError,
+)
 from titanlite.tools.cli.processes import RANK_VARIABLES
 
 # Variables that a launcher of the caller has set for the caller's own processes
@@ -41,6 +48,7 @@ OTHERS = (
     "GROUP_RANK",
     "NGPU",
     LAUNCHED,
+    LAUNCHER,
     LISTENER,
     "TORCHELASTIC_RUN_ID",
 )

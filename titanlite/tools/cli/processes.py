@@ -28,6 +28,7 @@ from titanlite.runtime.errors import (
     EXIT_HUNG,
     EXIT_LOST,
     EXIT_STOPPED,
+    LAUNCHER,
     LISTENER,
     ConfigError,
 )
@@ -125,7 +126,7 @@ def run(command: list[str], variables: dict[str, str], group: Group, signals: Si
     inherited = dict(os.environ)
     for name in (*RANK_VARIABLES, LISTENER):  # which another launcher may have set
         inherited.pop(name, None)
-    inherited |= variables | interpreter.environment()
+    inherited |= variables | interpreter.environment() | {LAUNCHER: str(os.getpid())}
     if group.world_size == 1:
         return wait({0: start(command, inherited)}, signals)
     require_open_files(group.world_size)

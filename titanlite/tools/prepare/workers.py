@@ -72,7 +72,7 @@ def run_parts(
 def start_worker(work: Path) -> subprocess.Popen[str]:
     # Not in this process's group: Ctrl-C is for this process, which ends the workers.
     return subprocess.Popen(
-        interpreter.call(main, work),
+        interpreter.call(main, work, os.getpid()),
         env=os.environ | interpreter.environment(),
         start_new_session=True,
         stdin=subprocess.PIPE,
@@ -120,11 +120,11 @@ def problems_of(error: ConfigError | OSError) -> list[str]:
     return [problem]
 
 
-def main(folder: str) -> None:
-    """A worker process for a working folder: parts from standard input, answers to standard
-    output.
+def main(folder: str, parent: str) -> None:
+    """A worker of the process `parent` for a working folder: parts from standard input, answers to
+    standard output.
     """
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(int(parent),), daemon=True).start()
     work = Path(folder)
     output = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # for what libraries print
