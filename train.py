@@ -85,6 +85,7 @@ from titanlite.rules.paths import require_initial_load
 from titanlite.runtime.errors import EXIT_CONFIG, ConfigError, JoinError, StorageError
 from titanlite.runtime.failure import report_failure
 from titanlite.runtime.garbage import GarbageCollection
+from titanlite.runtime.interpreter import open_closed_streams
 from titanlite.sinks.feed import Sinks
 from titanlite.tokenizer.tokenizer import named_tokenizer
 
@@ -268,6 +269,7 @@ def saved_names(config: Config) -> Callable[[str], bool]:
 
 def run(argv: list[str]) -> int:
     """Calls `main`, and turns errors into messages and exit codes."""
+    open_closed_streams()
     if {"-h", "--help"} & set(argv):
         print(help_text())
         return 0

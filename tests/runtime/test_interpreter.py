@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import train
 from titanlite.runtime import interpreter, limited_child
+from titanlite.tools.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -107,6 +109,32 @@ def test_processes_are_started_from_the_root_folder(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         interpreter.in_root_folder(lambda: 1 / 0)
     assert Path.cwd() == tmp_path
+
+
+@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)], ids=str)
+def test_standard_streams_that_are_closed(tmp_path, closed):
+    """The same numbers for a child; a file that is opened gets none of them."""
+    child = "import os; [os.fstat(number) for number in range(3)]"
+    code = (
+        "import subprocess, sys; from titanlite.tools.cli.main import main; "
+        "code = main(['--version']); "
+        f"file = open({str(tmp_path / 'file')!r}, 'w'); assert file.fileno() > 2; "
+        f"subprocess.run([sys.executable, '-c', {child!r}], check=True); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **interpreter.environment()},
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: [os.close(number) for number in closed],
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("run", [main, train.run], ids=["a command", "train.py"])
+def test_programs_open_what_is_closed(monkeypatch, run):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run(["train", "--help"]) == 0
+    assert sys.stdout is not None
 
 
 # Where a program names the interpreter, or starts processes by multiprocessing, and why it finds no

@@ -1,4 +1,5 @@
-"""Keeps our Python processes from importing modules from the current folder.
+"""Keeps our Python processes from importing modules from the current folder, and opens standard
+streams that are closed.
 
 What it is: Python puts the current folder first in sys.path for `python -m` and `python -c`, and so
 for the processes that multiprocessing starts. An empty entry in PYTHONPATH means the current folder
@@ -54,6 +55,21 @@ def leave_out_current_folder() -> None:
     os.environ["PYTHONSAFEPATH"] = "1"
     if variable:
         os.environ["PYTHONPATH"] = os.pathsep.join(named)
+
+
+def open_closed_streams() -> None:
+    """Opens /dev/null for each standard stream that is closed (`>&-`), here and for children.
+
+    Python has None there, and the next file that the process opened would get the stream's number:
+    what libraries and children print would go into it. Each process that runs a command of ours
+    calls it once.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # The lowest number that is free: the stream's own, as those below it are open
+            stream = open(os.devnull, mode, errors="backslashreplace")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def environment(inherited: "Mapping[str, str]" = os.environ) -> dict[str, str]:

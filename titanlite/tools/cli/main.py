@@ -20,7 +20,11 @@ from typing import NamedTuple
 
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import EXIT_CONFIG, ConfigError
-from titanlite.runtime.interpreter import leave_out_current_folder, without_package
+from titanlite.runtime.interpreter import (
+    leave_out_current_folder,
+    open_closed_streams,
+    without_package,
+)
 from titanlite.runtime.version import __version__
 
 HELP = ("-h", "--help")
@@ -158,6 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:
         leave_out_current_folder()
         argv = sys.argv[1:]
+    open_closed_streams()
     limit_spinning()  # before torch is imported, here or in a process that is started
     name = argv[0] if argv else "--help"
     if isinstance(sys.stdout, io.TextIOWrapper):
