@@ -26,6 +26,9 @@ from docs.draw_schedule import (
     place_in_time,
     rank_orders,
 )
+from docs.settings_table import PAGE as CHECKPOINTS
+from docs.settings_table import with_table
+from titanlite.checkpoint.manifest import MAX_BYTES
 from titanlite.config.keys import all_keys
 from titanlite.config.schema import sections
 from titanlite.distributed.torch_private import pipeline_stage_class
@@ -163,6 +166,17 @@ def order_of_run(schedule: str, microbatches: int, stages_per_rank: int) -> list
 def test_the_drawn_order_is_the_order_in_which_torch_runs(pool, schedule):
     stages = 1 if schedule in ("GPipe", "1F1B") else 2
     assert pool.run(2, order_of_run, schedule, 4, stages) == rank_orders(schedule, 2, 4, stages)
+
+
+def test_the_settings_that_a_resumed_run_shares_are_those_of_the_schema():
+    text = CHECKPOINTS.read_text()
+    assert "| cannot change | the model's shape; `optimizer.name`, " in text
+    assert with_table(text) == text, "run python docs/settings_table.py"
+
+
+def test_the_largest_manifest_is_that_of_the_code():
+    text = (DOCS.parent / "SECURITY.md").read_text()
+    assert f"the manifest of a checkpoint may have {MAX_BYTES >> 20} MB" in text
 
 
 def test_the_pages_have_the_number_of_layouts_of_the_quick_ladder():
