@@ -69,6 +69,7 @@ MODELS = {
 }
 DENSE = tuple(name for name, config in MODELS.items() if not config.num_experts)
 LLAMAS = ("Llama, tied", "Llama 3.1 scaling")
+OF_TORCHTITAN = (*LLAMAS, "Qwen3", "Qwen3-MoE")
 PROGRAMS = {
     "transformers": Program("hf", ("transformers==5.24.0",), tuple(MODELS)),
     "peft": Program("hf", ("peft==0.21.2", "transformers==5.24.0"), tuple(MODELS)),
@@ -86,7 +87,7 @@ PROGRAMS = {
         ),
         LLAMAS,
     ),
-    "torchtitan": Program("dcp", ("torchtitan==0.3.0", "spmd_types==0.2.3"), (*LLAMAS, "Qwen3")),
+    "torchtitan": Program("dcp", ("torchtitan==0.3.0", "spmd_types==0.2.3"), OF_TORCHTITAN),
     "ctranslate2": Program("hf", ("ctranslate2==4.8.5", "transformers==5.24.0"), DENSE),
     "mlx_lm": Program(
         "hf",

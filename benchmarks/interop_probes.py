@@ -27,6 +27,8 @@ def torchtitan(folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import save_file
 
+    # Its experts cast to bfloat16, whatever the weights are: here they compute in fp32
+    torch.Tensor.bfloat16 = torch.Tensor.float  # type: ignore[method-assign]
     shape = json.loads((folder / "model.json").read_text())
     model, adapter = _torchtitan_model(shape)
     state = model.state_dict()
@@ -62,17 +64,29 @@ def _torchtitan_model(shape: dict[str, Any]) -> tuple[Any, Any]:
         "dim": shape["dim"],
         "n_heads": shape["num_heads"],
         "n_kv_heads": shape["num_kv_heads"],
-        "hidden_dim": shape["ffn_dim"],
         "attn_backend": "flex",
     }
-    if shape["qk_norm"]:
+    dense = {"hidden_dim": shape["ffn_dim"]}
+    experts = {
+        "moe_hidden_dim": shape["expert_ffn_dim"],
+        "num_experts": shape["num_experts"],
+        "top_k": shape["experts_per_token"],
+        "moe_comm_backend": "standard",
+    }
+    if shape["num_experts"]:
+        config = qwen3._debugmodel_moe("flex")
+        rope = CosSinRoPE.Config(**fields)
+        config.layers = qwen3._build_qwen3_moe_layers(
+            **sizes, **experts, head_dim=head_dim, rope=rope
+        )
+    elif shape["qk_norm"]:
         config = qwen3._debugmodel("flex")
         rope = CosSinRoPE.Config(**fields)
-        config.layers = qwen3._build_qwen3_layers(**sizes, head_dim=head_dim, rope=rope)
+        config.layers = qwen3._build_qwen3_layers(**sizes, **dense, head_dim=head_dim, rope=rope)
     else:
         config = llama3._debugmodel("flex")
         rope = ComplexRoPE.Config(**fields)
-        config.layers = llama3._build_llama3_layers(**sizes, rope=rope)
+        config.layers = llama3._build_llama3_layers(**sizes, **dense, rope=rope)
     norms = [config.norm]
     for layer in config.layers:
         # Its own choice, flex attention, needs a compiler

@@ -36,6 +36,13 @@ TABLE = {
     "layers.0.attention.q_norm.weight": "layers.0.attention.q_norm.weight",
     "layers.0.feed_forward.w1.weight": "layers.0.feed_forward.w1.weight",
     "layers.0.attention_norm.weight": "layers.0.attention_norm.weight",
+    "layers.2.feed_forward.router.weight": "layers.2.moe.router.gate.weight",
+    "layers.2.feed_forward.experts.w1.weight": "layers.2.moe.routed_experts.inner_experts.w1_EFD",
+    "layers.2.feed_forward.experts.w2.weight": "layers.2.moe.routed_experts.inner_experts.w2_EDF",
+    "layers.2.feed_forward.experts.w3.weight": "layers.2.moe.routed_experts.inner_experts.w3_EFD",
+    "optimizer.state.layers.0.feed_forward.experts.w1.weight.exp_avg": (
+        "optimizer.state.layers.0.moe.routed_experts.inner_experts.w1_EFD.exp_avg"
+    ),
     "norm.weight": "norm.weight",
     "output.weight": "lm_head.weight",
     "optimizer.state.output.weight.exp_avg": "optimizer.state.lm_head.weight.exp_avg",
@@ -45,7 +52,23 @@ TABLE = {
 }
 TIED = dataclasses.replace(SMALL, tied_embeddings=True)
 NORMED = dataclasses.replace(SMALL, qk_norm=True, explicit_head_dim=16)
-MODELS = {"llama 3.1": EXPORTED["llama 3.1"], "tied": TIED, "norms of q and k": NORMED}
+MIXTURE = dataclasses.replace(NORMED, num_experts=4, experts_per_token=2, expert_ffn_dim=24)
+MODELS = {
+    "llama 3.1": EXPORTED["llama 3.1"],
+    "tied": TIED,
+    "norms of q and k": NORMED,
+    "experts": MIXTURE,
+}
+# What differs in the state dicts of torchtitan 0.3.0's models, as they list it
+PARTS = {
+    ".wq.": ".qkv_linear.wq.",
+    ".wk.": ".qkv_linear.wk.",
+    ".wv.": ".qkv_linear.wv.",
+    "feed_forward.router": "moe.router.gate",
+    "feed_forward.experts.w1.weight": "moe.routed_experts.inner_experts.w1_EFD",
+    "feed_forward.experts.w2.weight": "moe.routed_experts.inner_experts.w2_EDF",
+    "feed_forward.experts.w3.weight": "moe.routed_experts.inner_experts.w3_EFD",
+}
 
 
 def quiet(text: str) -> None:
@@ -64,12 +87,13 @@ def test_every_name_has_one_of_torchtitan():
 
 def theirs(config: LlamaConfig, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The state dict of torchtitan 0.3's model with these weights."""
-    named = {
-        name.replace(".wq.", ".qkv_linear.wq.")
-        .replace(".wk.", ".qkv_linear.wk.")
-        .replace(".wv.", ".qkv_linear.wv."): w
-        for name, w in weights.items()
-    }
+    named = {}
+    for name, weight in weights.items():
+        for ours, part in PARTS.items():
+            name = name.replace(ours, part)
+        named[name] = weight
+    for i in range(config.num_layers if config.num_experts else 0):
+        named[f"layers.{i}.moe.expert_bias_E"] = torch.zeros(config.num_experts)
     output = named.pop("output.weight", named["tok_embeddings.weight"])
     named["lm_head.weight"] = output
     if config.qk_norm:  # rows of each head: the even ones, then the odd ones
@@ -82,7 +106,9 @@ def theirs(config: LlamaConfig, weights: dict[str, torch.Tensor]) -> dict[str, t
 
 
 @pytest.mark.parametrize(
-    "config", [SMALL, pytest.param(TIED, marks=SLOW), NORMED], ids=["llama", "tied", "qwen3"]
+    "config",
+    [SMALL, pytest.param(TIED, marks=SLOW), NORMED, MIXTURE],
+    ids=["llama", "tied", "qwen3", "experts"],
 )
 def test_a_folder_has_what_torchtitan_loads(tmp_path, config):
     make_file(tmp_path / "model.pt", config)
@@ -150,6 +176,21 @@ def test_what_the_names_cannot_say_is_refused(tmp_path, caplog):
     torch.save(dict(small_model(config=NORMED).state_dict()), tmp_path / "plain.pt")
     load_full_state(tmp_path / "plain.pt")
     assert "torchtitan 0.2 has another order under the same names" in caplog.text
+
+
+def test_what_the_names_of_a_mixture_cannot_say_is_refused(tmp_path):
+    make_file(tmp_path / "mixture.pt", MIXTURE)
+    with refused("--names torchtitan-0.2", "the model has experts", "allowed: torchtitan-0.3"):
+        options = Options("dcp", names="torchtitan-0.2")
+        convert(tmp_path / "mixture.pt", tmp_path / "a", options, log=quiet)
+    trained = theirs(MIXTURE, dict(small_model(config=MIXTURE).state_dict()))
+    trained["layers.1.moe.expert_bias_E"] = torch.tensor([0.0, 0.001, 0.0, -0.001])
+    torch.save(trained, tmp_path / "trained.pt")
+    with refused("'layers.1.moe.expert_bias_E' is not zero", "expected zeros"):
+        load_full_state(tmp_path / "trained.pt")
+    torch.save({"layers.0.moe.experts.w1": torch.zeros(4, 24, 32)}, tmp_path / "older.pt")
+    with refused("a tensor named 'layers.0.moe.experts.w1'"):
+        load_full_state(tmp_path / "older.pt")
 
 
 def absent() -> str:

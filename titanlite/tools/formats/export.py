@@ -48,6 +48,15 @@ class Outgoing(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+def zeros(numel: int) -> Outgoing:
+    """A vector of zeros in fp32, which another program has and titanlite does not."""
+
+    def blocks() -> Iterator[Tensor]:
+        yield torch.zeros(numel)
+
+    return Outgoing(torch.float32, (numel,), blocks)
+
+
 class Export:
     """A checkpoint to be written: `model` by parameter name, and `others` with `--full`.
 

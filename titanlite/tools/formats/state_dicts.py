@@ -40,6 +40,7 @@ FOREIGN = (
     "transformer.wte.",
     ".attn.",
     ".mlp.",
+    ".moe.",
     ".norm_1.",
     ".sa_norm.",
     ".self_attention.linear_",

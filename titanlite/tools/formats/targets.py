@@ -45,7 +45,7 @@ from titanlite.tools.formats import (
     torchtitan_names,
 )
 from titanlite.tools.formats.detect_format import open_adapter, open_full_state
-from titanlite.tools.formats.export import Export, Options, Outgoing
+from titanlite.tools.formats.export import Export, Options, Outgoing, zeros
 from titanlite.tools.formats.full_state import ORIGIN, FullState
 from titanlite.tools.formats.huggingface_tokenizer import files_of, to_files
 from titanlite.tools.formats.model_card import CARD, model_card
@@ -155,14 +155,19 @@ class Dcp(Target):
 
     def check(self, export: Export) -> None:
         super().check(export)
-        if export.names == torchtitan_names.OLDER and torchtitan_names.split_widths(
-            export.state.tensors
-        ):
-            raise ConfigError(
-                f"--names {export.names}: the model has norms of q and k, whose rows "
-                "torchtitan 0.2 has in another order under these names; "
-                f"allowed: {torchtitan_names.NEWER}"
+        if export.names != torchtitan_names.OLDER:
+            return
+        problem = ""
+        if torchtitan_names.split_widths(export.state.tensors):
+            problem = (
+                "the model has norms of q and k, whose rows torchtitan 0.2 has in another order "
+                "under these names"
             )
+        if torchtitan_names.routers(export.state.tensors):
+            problem = "the model has experts, whose names in torchtitan 0.2 are not written"
+        if problem:
+            allowed = torchtitan_names.NEWER
+            raise ConfigError(f"--names {export.names}: {problem}; allowed: {allowed}")
 
     def write(self, path: Path, export: Export) -> None:
         path.mkdir()
@@ -194,6 +199,8 @@ def _torchtitan_tensors(export: Export) -> dict[str, Outgoing]:
         # torchtitan's state dict has both
         output = torchtitan_names.to_torchtitan("output.weight", generation)
         tensors[output] = export.weight("tok_embeddings.weight")
+    for block, num_experts in torchtitan_names.routers(state.tensors).items():
+        tensors[block + torchtitan_names.EXPERT_BIAS] = zeros(num_experts)
     return tensors
 
 
