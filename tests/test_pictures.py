@@ -62,6 +62,7 @@ def test_text_has_contrast_on_every_colour(theme):
         assert (high + 0.05) / (low + 0.05) >= 4.5, (front, back)
 
 
+@pytest.mark.slow
 def test_streams_keep_the_rules_of_fsdp(pool):
     """Nothing computes before it is gathered or is reduced before it is computed."""
     options = [*SMALL, "--parallel.dp_shard=2", "--training.global_batch_size=4"]

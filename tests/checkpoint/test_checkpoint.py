@@ -61,10 +61,9 @@ TIED = dataclasses.replace(EVEN, tied_embeddings=True)
 LAYOUTS = [
     (SMALL, {"dp_shard": 3}, {"dp_shard": 1}),
     (EVEN, {"pp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}),
-    (TIED, {"dp_shard": 1}, {"pp": 2, "tp": 2}),
     (TIED, {"pp": 2, "pp_schedule": "ZBVZeroBubble"}, {"dp_shard": 2, "tp": 2}),
     (TIED, {"dp_shard": 1}, {"pp": 2, "pp_schedule": "ZBVZeroBubble"}),
-    (MIXTURE, {"dp_shard": 4, "ep": 2}, {"dp_shard": 4, "ep": 4}),
+    (MIXTURE, {"dp_shard": 2, "ep": 2}, {"dp_shard": 1}),
 ]
 MORE_LAYOUTS = [  # slow: each axis is in one above
     (SMALL, {"dp_shard": 1}, {"dp_replicate": 2, "dp_shard": 2}),
@@ -74,7 +73,8 @@ MORE_LAYOUTS = [  # slow: each axis is in one above
     (EVEN, {"dp_shard": 2, "tp": 2}, {"dp_shard": 1}),
     (EVEN, {"dp_shard": 2, "cp": 2}, {"tp": 2}),
     (TIED, {"pp": 2, "dp_shard": 2, "pp_schedule": "Interleaved1F1B"}, {"pp": 2}),
-    (MIXTURE, {"dp_shard": 2, "ep": 2}, {"dp_shard": 1}),
+    (TIED, {"dp_shard": 1}, {"pp": 2, "tp": 2}),
+    (MIXTURE, {"dp_shard": 4, "ep": 2}, {"dp_shard": 4, "ep": 4}),
     (MIXTURE, {"dp_shard": 1}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
     (MIXTURE, {"dp_shard": 2, "cp": 2, "ep": 4}, {"dp_shard": 2, "ep": 2, "tp": 2}),
     (MIXTURE, {"dp_shard": 2, "ep": 2, "pp": 2}, {"tp": 2}),

@@ -196,7 +196,7 @@ def test_bits_of_all_ranks_reach_all(pool, size, many):
 
 
 def wait_longer_than_the_group(store: Path, channel: Channel) -> list | None:
-    """Rank 1 answers two seconds later; the group waits one.
+    """Rank 1 answers after a second and a half; the group waits one.
 
     None if rank 0 does not wait for it.
     """
@@ -205,7 +205,7 @@ def wait_longer_than_the_group(store: Path, channel: Channel) -> list | None:
     dist.destroy_process_group()
     join(torch.device("cpu"), 1, rank, 2, dist.FileStore(str(store), 2))
     if rank == 1:
-        time.sleep(2)
+        time.sleep(1.5)
     try:
         return gather_on_rank0(rank, channel)
     except RuntimeError:

@@ -48,7 +48,11 @@ def data(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "layout",
-    [[], ["--parallel.cp=2"], pytest.param(["--parallel.tp=2"], marks=pytest.mark.slow)],
+    [
+        ["--parallel.cp=2"],
+        pytest.param([], marks=pytest.mark.slow),
+        pytest.param(["--parallel.tp=2"], marks=pytest.mark.slow),
+    ],
 )
 def test_the_loss_of_packed_conversations_is_that_of_each_alone(
     pool, options, data, whole_run, tmp_path, layout

@@ -40,7 +40,7 @@ GOLDEN = {  # step: (loss, gradient norm)
 }
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ten_steps(pool, arguments, tmp_path, processes):
     run = [*arguments, "--training.steps=10", "--optimizer.lr=1e-2"]
     assert pool.run(processes, train_run, run) == [0] * processes

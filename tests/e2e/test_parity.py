@@ -16,7 +16,6 @@ LAYOUTS = [
             "--parallel.reduce_every_microbatch=false",
         ],
     ),
-    (2, ["--compile.enabled", "--compile.backend=aot_eager", "--recompute.mode=selective"]),
     (2, ["--parallel.cpu_offload", "--parallel.prefetch=2"]),
     (
         4,
@@ -49,6 +48,7 @@ VARIANTS = [
     (2, ["--recompute.mode=selective"]),
     # test_compile: gradients of compiled blocks
     (2, ["--compile.enabled", "--compile.backend=aot_eager"]),
+    (2, ["--compile.enabled", "--compile.backend=aot_eager", "--recompute.mode=selective"]),
     # test_context_parallel: values and gradients of Ulysses attention
     (2, ["--parallel.cp=2", "--parallel.cp_method=ulysses"]),
     # test_pipeline_parallel: the loss of each schedule

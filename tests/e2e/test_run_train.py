@@ -241,11 +241,8 @@ def test_impossible_layout_is_one_error(arguments):
 def test_help_lists_every_key():
     from titanlite.config.keys import all_keys
 
-    started = time.monotonic()
     code, output = finish(start(["--help"]))
     assert code == 0
-    # a fraction of a second, and some room for a busy machine
-    assert time.monotonic() - started < 3
     assert all(f"--{key} " in output for key in all_keys())
 
 

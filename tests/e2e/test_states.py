@@ -137,7 +137,7 @@ def check(pool: Pool, processes: int, folder: Path, options: list[str], keys: li
         )
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_with_all_features_loads_what_it_saved(pool, options, tmp_path, processes):
     check(pool, processes, tmp_path, options, [key for name in ALL for key in FEATURES[name]])
 

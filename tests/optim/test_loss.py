@@ -193,7 +193,7 @@ def losses_and_gradients(
 
 
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}], ids=str)
-@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_each_layout_has_the_same_loss(pool, parallel, chunks):
     ((plain, held_out, _),) = pool.run(1, losses_and_gradients, {}, LossConfig())
     ((loss, also, expected),) = pool.run(1, losses_and_gradients, {}, LossConfig(z_loss=0.1))

@@ -357,6 +357,7 @@ def lora_arguments(arguments: list[str], base: Path) -> list[str]:
     return [*arguments, f"--checkpoint.initial_load={base}", *lora, *more]
 
 
+@pytest.mark.slow  # each layout of adapters is in tests/tools/verify/test_compare.py
 def test_a_run_under_tensor_parallel_goes_on_in_any_layout(pool, arguments, base_run, tmp_path):
     run = [*lora_arguments(arguments, base_run), "--lora.dropout=0.1"]
     first = [*run, "--training.steps=3", "--parallel.tp=2"]

@@ -76,7 +76,11 @@ def compare(llama: Any, sections: list[Any]) -> None:
         (UNTIED, [LossConfig(num_chunks=3)]),
         (TIED, [LossConfig(num_chunks=3)]),
         (TIED, [RecomputeConfig(mode="full")]),
-        (UNTIED, [CompileConfig(enabled="true", backend="aot_eager")]),
+        pytest.param(
+            UNTIED,
+            [CompileConfig(enabled="true", backend="aot_eager")],
+            marks=pytest.mark.slow,  # test_compile: gradients of compiled blocks
+        ),
     ],
     ids=["untied", "tied", "chunks", "tied, chunks", "recomputed", "compiled"],
 )

@@ -136,8 +136,8 @@ def test_replicas(pool):
 @pytest.mark.parametrize(
     ("mode", "all_gathers", "reduce_scatters"),
     [
-        ("none", 4, 4),
-        # Slow: `full` repeats these two all-gathers too
+        # Slow: `full` sends what the others do and more
+        pytest.param("none", 4, 4, marks=pytest.mark.slow),
         pytest.param("selective", 6, 4, marks=pytest.mark.slow),
         ("full", 6, 5),
     ],
@@ -169,7 +169,8 @@ def test_ends_of_the_model_under_tensor_parallel(pool):
 @pytest.mark.parametrize(
     ("size", "mode", "all_gathers"),
     [
-        (2, "none", 1),
+        # Slow: `full` sends what `none` does and more
+        pytest.param(2, "none", 1, marks=pytest.mark.slow),
         pytest.param(4, "none", 1, marks=pytest.mark.slow),
         # Slow: `full` gathers them again too
         pytest.param(2, "selective", 2, marks=pytest.mark.slow),

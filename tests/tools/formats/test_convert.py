@@ -574,7 +574,7 @@ def test_a_damaged_source_is_one_error(steps, tmp_path, monkeypatch, capsys, to,
     assert os.listdir(tmp_path) == ["source"]
 
 
-@pytest.mark.parametrize("to", slow_but("titanlite", "dcp"))  # the two ways of reading
+@pytest.mark.parametrize("to", slow_but("dcp"))  # test_adopt begins with a folder
 def test_training_starts_from_any_format_in_any_layout(pool, arguments, steps, tmp_path, to):
     convert(steps["debug"], tmp_path / f"there{suffix(to)}", Options(to), log=quiet)
     shape = ["--parallel.tp=2", "--training.steps=1", "--optimizer.lr=1e-12"]

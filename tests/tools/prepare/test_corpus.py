@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ from runs import curve
 from titanlite.data.prepared_manifest import read_manifest
 from titanlite.data.shards import Tokens
 
-for package in ("datatrove", "orjson", "spacy"):
-    pytest.importorskip(package, reason=f"needs the package {package}, of the extra [corpus]")
+PACKAGES = ("datatrove", "orjson", "spacy")
+pytestmark = pytest.mark.skipif(
+    not all(map(find_spec, PACKAGES)), reason=f"needs {', '.join(PACKAGES)}, of the extra [corpus]"
+)
 
 ROOT = Path(__file__).parents[3]
 NOUNS = [
