@@ -145,6 +145,11 @@ def grid(**fields: Any) -> Change:
     )
 
 
+def setting(value: Any) -> Change:
+    """A setting that no run has."""
+    return lambda manifest: manifest["config"]["run"].update(since_removed=value)
+
+
 def absurd(*shape: int) -> Change:
     def change(manifest: dict[str, Any]) -> None:
         tensor(shape=list(shape))(manifest)
@@ -208,6 +213,11 @@ HOSTILE: dict[str, Change] = {  # a manifest whose own hash is right, but not wh
     "no files": lambda manifest: manifest.pop("files"),
     "a size that is text": lambda manifest: manifest["files"][MODEL].update(size="100"),
     "a hash that is none": lambda manifest: manifest["files"][MODEL].update(sha256="../x"),
+    "a section that is a list": lambda manifest: manifest.update(config={"run": ["name"]}),
+    "a setting that is a table": setting({"name": "x"}),
+    "settings that are deep": setting([[[[[1]]]]]),
+    "a setting of many values": setting([0] * (1 << 18)),
+    "a setting of long text": setting("x" * (1 << 22)),
     "another shape than the shard's": lambda manifest: [absurd(4, 3)(manifest)],
     "another dtype than the shard's": tensor(dtype="I32"),
 }
@@ -256,6 +266,20 @@ def test_many_tensors_of_one_large_grid_cost_nothing(step):
     with pytest.raises(CorruptCheckpoint, match="grids: 262144 files"):
         read_manifest(step)
     assert time.process_time() - started < 5
+
+
+def test_many_empty_lists_are_counted_before_they_are_parsed(step):
+    reseal(step, setting([[]] * (1 << 21)))
+    started = time.process_time()
+    with pytest.raises(CorruptCheckpoint, match="lists and tables; at most 2097152"):
+        read_manifest(step)
+    assert time.process_time() - started < 1
+
+
+def test_a_setting_of_any_version_is_kept(step):
+    phases = [{"from_step": 1, "weights": [["a", 0.5]]}]  # the deepest, and one that has left
+    reseal(step, setting(phases))
+    assert read_manifest(step).config == {"run": {"name": "x", "since_removed": phases}}
 
 
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)

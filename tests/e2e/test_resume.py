@@ -1,6 +1,8 @@
 """Stopping and going on: the stream of losses is that of a run that was never stopped."""
 
+import dataclasses
 import re
+import shutil
 from unittest import mock
 
 import pytest
@@ -10,7 +12,7 @@ from messages import assert_mentions, run_refused
 from runs import curve, rows, samples_of_a_run, train_run, train_until
 
 from titanlite.checkpoint.folders import list_steps
-from titanlite.checkpoint.manifest import DTYPES, RunMetadata, read_manifest
+from titanlite.checkpoint.manifest import DTYPES, NAME, RunMetadata, read_manifest, to_text
 
 
 # 4 repeats what 2 show
@@ -213,6 +215,19 @@ def test_finished_run_started_again_changes_nothing(pool, arguments, tmp_path):
     before = rows(tmp_path / "debug")
     assert pool.run(2, train_run, arguments) == [0, 0]
     assert rows(tmp_path / "debug") == before
+
+
+def test_a_step_whose_config_has_keys_that_have_left_resumes(pool, arguments, whole_run, tmp_path):
+    """As one that was saved before preferences and scored answers were removed."""
+    shutil.copytree(whole_run(), tmp_path / "debug")
+    path = tmp_path / "debug/checkpoints/step-6"
+    manifest = read_manifest(path)
+    config = manifest.config | {"dpo": {"beta": 0.1}}
+    config["validation"] = config["validation"] | {"questions": "", "answer_tokens": 16}
+    (path / NAME).write_text(to_text(dataclasses.replace(manifest, config=config)))
+    assert pool.run(1, train_run, [*arguments, "--training.steps=8"]) == [0]
+    assert list(curve(tmp_path / "debug")) == list(range(1, 9))
+    assert "dpo" not in read_manifest(path.with_name("step-8")).config
 
 
 def test_keep_and_never(pool, arguments, tmp_path):

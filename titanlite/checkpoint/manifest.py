@@ -33,6 +33,13 @@ from titanlite.runtime.files import read_bounded
 FORMAT = 3
 NAME = "manifest.json"
 MAX_BYTES = 1 << 25  # the parsed manifest takes up to 24 times as much memory
+# Lists and tables: empty ones would take the most memory. Ours have at least 18 bytes each
+MAX_NESTED = MAX_BYTES // 16
+# Of the config: its values and names, their characters, and the levels, from the config itself to a
+# weight of a phase. A TOML file, of at most 256 kB, gives less
+MAX_SETTINGS = 1 << 18
+MAX_SETTINGS_TEXT = 1 << 22
+SETTINGS_LEVELS = 7
 # safetensors' names of dtypes
 DTYPES = {
     "F64": torch.float64,
@@ -187,6 +194,8 @@ def parse_manifest(path: Path, text: str) -> Manifest:
         body, seal, _ = text.rpartition(SEAL)
         if not seal or text != body + _sealing(body):
             raise CorruptCheckpoint(f"{path}: its SHA-256 differs from the one at its end")
+        nested = body.count("[") + body.count("{")
+        require(nested <= MAX_NESTED, f"{nested} lists and tables; at most {MAX_NESTED}")
         fields = parse_json(body + "}")
         version = fields.pop("format")
         if version != FORMAT:
@@ -211,7 +220,7 @@ def _checked(fields: dict[str, Any]) -> Manifest:
     manifest = Manifest(**fields, files=files, tensors=tensors)
     require(_is_count(manifest.step) and isinstance(manifest.finite, bool), "step or finite")
     require(_are_counts(manifest.layout.values()), "layout")
-    require(all(isinstance(section, dict) for section in manifest.config.values()), "config")
+    _require_settings(manifest.config)
     texts = (
         manifest.created,
         manifest.torch,
@@ -226,6 +235,32 @@ def _checked(fields: dict[str, Any]) -> Manifest:
     loss = manifest.validation_loss
     require(loss is None or (isinstance(loss, float) and math.isfinite(loss)), "validation_loss")
     return manifest
+
+
+def _require_settings(config: Settings) -> None:
+    """Raises ValueError unless a config is as one of any version: sections of settings that are
+    numbers, text or lists. A key need not be known, since it may have left since the save.
+    """
+    require(type(config) is dict, "config")
+    for section in config.values():
+        require(type(section) is dict, "config: a section that is not a table")
+        require(not any(type(value) is dict for value in section.values()), "config: no setting")
+    level: list[object] = [config]
+    count = 0
+    length = 0
+    for _ in range(SETTINGS_LEVELS):
+        inner: list[object] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += (*value.keys(), *value.values())
+            elif isinstance(value, list):
+                inner += value
+            elif isinstance(value, str):
+                length += len(value)
+        count += len(inner)
+        require(count <= MAX_SETTINGS and length <= MAX_SETTINGS_TEXT, "config: too long")
+        level = inner
+    require(not level, "config: too deep")
 
 
 def _checked_files(entries: dict[str, dict[str, Any]]) -> dict[str, FileEntry]:
