@@ -151,7 +151,7 @@ def main(config: Config) -> int:
         "noise_scale": noise_scale,
     }
     # Saved in each checkpoint, so that it can be used without the run's folder
-    facts = RunFacts(config, llama, mesh.degrees, data)
+    facts = RunFacts(config, llama, mesh.layout, data)
     checkpoint = Checkpointer(config.checkpoint, folder, states, facts, device, parts.guard)
     resumed = checkpoint.load()
     load_initial_weights(config, model_parts, llama, tokenizer, resumed)

@@ -156,6 +156,7 @@ def test_a_mixture_resumes_on_other_numbers_of_experts_per_process(
     assert pool.run(4, train_until, 2, [*run, "--parallel.ep=2"]) == [75] * 4
     assert pool.run(4, train_until, 2, [*run, "--parallel.ep=4"]) == [75] * 4
     assert pool.run(1, train_run, run) == [0]
+    assert "(saved by dp_shard=4 ep=4)" in (tmp_path / "debug/log.txt").read_text()
     whole = rows(whole_run(*mixture))
     resumed = rows(tmp_path / "debug")
     columns = ("loss", "grad_norm", "router_loss", "expert_load")

@@ -28,12 +28,12 @@ def test_settings_environment_and_no_passwords(tmp_path):
     (tmp_path / "config.toml").write_text(
         '[metrics]\nmlflow_uri = "https://me:secret@host:5000/x"\n'
     )
-    found = provenance(tmp_path, {"dp_shard": 2, "tp": 2, "pp": 1}, SETTINGS)
+    found = provenance(tmp_path, {"dp_shard": 2, "tp": 2, "pp": 1, "ep": 2}, SETTINGS)
     assert found.name == tmp_path.name
     assert found.settings["training.steps"] == 6
     assert found.settings["metrics.mlflow_uri"] == "https://***@host:5000/x"
     assert found.toml == '[metrics]\nmlflow_uri = "https://***@host:5000/x"\n'
-    assert found.facts["layout"] == "dp_shard 2, tp 2"
+    assert found.facts["layout"] == "dp_shard 2, tp 2, ep 2"
     assert found.facts["world_size"] == "4"
     assert found.facts["device"] == "CPU"
     assert (found.facts["torch"], found.facts["python"]) == (

@@ -32,13 +32,13 @@ class RunFacts:
         self,
         config: Config,
         llama: LlamaConfig,
-        degrees: Mapping[str, int],
+        layout: Mapping[str, int],
         data: list[PreparedData],
     ) -> None:
-        """`config`: the one to record; `degrees`: mesh axis -> size."""
+        """`config`: the one to record; `layout`: mesh axis -> degree, with ep."""
         self.toml = to_toml(config)
         self.config: Settings = dataclasses.asdict(config)
-        self.layout = dict(degrees)
+        self.layout = dict(layout)
         self.data = fingerprint_of(data)
         self.vocab_size = llama.vocab_size
         kept = kept_beside(config.data.tokenizer, bool(config.checkpoint.initial_load))

@@ -1,8 +1,9 @@
 """The device mesh: all ranks as a grid, one axis for each kind of parallelism.
 
-What it is: five named axes, outermost first. Inner axes communicate most, so they map to
-neighbouring ranks, which share a node. An unused axis has size 1: a sum over it changes nothing and
-a shard along it is the whole tensor, so most code need not ask whether an axis is used.
+What it is: six named axes. Five of them, here outermost first, divide all ranks. Inner axes
+communicate most, so they map to neighbouring ranks, which share a node. An unused axis has size 1:
+a sum over it changes nothing and a shard along it is the whole tensor, so most code need not ask
+whether an axis is used.
 
     axis          differs between its ranks          equal on all its ranks
     pp            the layers held                    the batch
@@ -14,8 +15,9 @@ a shard along it is the whole tensor, so most code need not ask whether an axis 
 Context parallel ranks compute with the same weights on different tokens, as data parallel ranks do.
 So weights are sharded over both: `dp_shard_cp` is dp_shard and cp as one axis.
 
-Experts (`parallel/expert_parallel.py`) are divided over `ep` of these dp_shard_cp ranks, and
-sharded over the dp_shard_cp / ep ranks, `expert_shard`, that hold the same experts.
+The sixth, `ep`, divides dp_shard_cp once more, for experts only (`parallel/expert_parallel.py`):
+they are divided over ep of these ranks, and sharded over the dp_shard_cp / ep ranks,
+`expert_shard`, that hold the same experts.
 
 What it costs: nine process groups, made at the start: four axes of one DeviceMesh and five of
 another (`Mesh` says why there are two); with ep five more, of a third.
@@ -75,6 +77,7 @@ class Mesh:
             for group in mesh.get_all_groups():
                 set_group_timeout(group, timeout_seconds)
         self.ep = ep
+        self.layout = {**degrees, "ep": ep}  # what logs, checkpoints and sinks record
         # A cache, because indexing a DeviceMesh creates a new object
         self._lines: dict[tuple[str, ...], DeviceMesh] = {}
 

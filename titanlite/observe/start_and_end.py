@@ -53,8 +53,7 @@ def log_start(
     if problem:
         logger.warning(problem)
     training = config.training
-    degrees = mesh.degrees | {"ep": mesh.ep}
-    axes = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
+    axes = [f"{axis} {degree}" for axis, degree in mesh.layout.items() if degree > 1]
     layout = ", ".join(axes) or "one process"
     blocks = "not compiled"
     if compiled:

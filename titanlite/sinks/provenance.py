@@ -38,7 +38,7 @@ def provenance(
 ) -> Provenance:
     """Collects the provenance of the run in `folder`.
 
-    `settings`: section -> key -> value; `degrees`: the layout's.
+    `settings`: section -> key -> value; `degrees`: those of the layout, with ep.
     """
     flat = {}
     for section, keys in settings.items():
@@ -50,7 +50,8 @@ def provenance(
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": device_name(torch.device(device_type(settings["run"]["device"]))),
-        "world_size": str(math.prod(degrees.values())),
+        # ep divides ranks of the other axes once more
+        "world_size": str(math.prod(degrees.values()) // degrees.get("ep", 1)),
         "layout": layout,
     }
     return Provenance(folder.name, _clean((folder / "config.toml").read_text("utf-8")), flat, facts)

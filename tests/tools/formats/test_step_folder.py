@@ -46,7 +46,7 @@ def test_training_state_and_description_are_beside_the_weights(run):
     full = open_step(run / "checkpoints/step-3", None)
     assert list(full.others) == ["optimizer.norm.weight.exp_avg"]
     assert torch.equal(full.others["optimizer.norm.weight.exp_avg"].read(), torch.arange(4.0))
-    assert full.about.layout == "dp_shard 2"
+    assert full.about.layout == "dp_shard=2"
     assert full.about.files["model.json"] == SMALL.to_json().encode()
     assert full.about.tokenizer is None
 

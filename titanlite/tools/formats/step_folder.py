@@ -71,7 +71,6 @@ def open_step(path: Path, step: int | None) -> FullState:
         for name in manifest.files
         if not name.endswith(".safetensors")
     }
-    layout = " ".join(f"{axis} {degree}" for axis, degree in manifest.layout.items() if degree > 1)
     length = manifest.config.get("training", {}).get("seq_len", 0)
     about = About(
         "titanlite",
@@ -79,7 +78,7 @@ def open_step(path: Path, step: int | None) -> FullState:
         content_of(small_files),
         manifest.step,
         sequence_length(length),
-        layout or "one process",
+        manifest.degrees,
         manifest.finite,
         manifest.config,
         manifest.data,
