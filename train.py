@@ -51,7 +51,7 @@ from titanlite.checkpoint.state import (
 from titanlite.checkpoint.storage import SaveError
 from titanlite.config.batch_sizes import first_steps
 from titanlite.config.budget import epochs_in_steps
-from titanlite.config.help import help_text
+from titanlite.config.help import HELP, help_text
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config, portable
 from titanlite.data.order import build_samples
@@ -270,10 +270,10 @@ def saved_names(config: Config) -> Callable[[str], bool]:
 def run(argv: list[str]) -> int:
     """Calls `main`, and turns errors into messages and exit codes."""
     open_closed_streams()
-    if {"-h", "--help"} & set(argv):
-        print(help_text())
-        return 0
     try:
+        if set(HELP) & set(argv):
+            print(help_text(argv))
+            return 0
         config = load_config(argv, Path(__file__).resolve().with_name("train_configs"))
         return main(adopt_model(config))
     except (ConfigError, JoinError, Diverged, SaveError, StorageError) as error:

@@ -72,6 +72,7 @@ def test_defaults_base_file_and_command_line_in_this_order(toml):
     [
         (["--training.steps=12"], "training.steps", 12),
         (["--training.steps", "1_000"], "training.steps", 1000),
+        (["--training.steps=2.5e3"], "training.steps", 2500),
         (["--optimizer.lr", "1e-3"], "optimizer.lr", 1e-3),
         (["--optimizer.betas=[0.5, 0.6]"], "optimizer.betas", (0.5, 0.6)),
         (["--float8.enabled"], "float8.enabled", True),
@@ -155,9 +156,13 @@ def test_a_list_of_names_in_a_file(toml):
         ("--schedule.name", ("--schedule.name", "missing", "one of cosine")),
         ("--training.global_batch_size=7", ("training.global_batch_size = 7", "multiple of training.local_batch_size = 2")),
         ("--training.lr=3", ("--training.lr", "unknown key", "did you mean optimizer.lr?")),
-        ("--checkpoint.interval=3", ("checkpoint.interval; [checkpoint] has freq, freq_epochs,",)),
+        ("--checkpoint.zzz=3", ("checkpoint.zzz; [checkpoint] has freq, freq_epochs,",)),
+        ("--checkpoint.interval=3", ("--checkpoint.interval", "did you mean checkpoint.freq?")),
+        ("--parallelism.tensor_parallel_degree=2", ("tensor_parallel_degree", "did you mean parallel.tp?")),
         ("--help=", ("--help", "unknown key help", "titanlite train --help")),
         ("--steps=3", ("--steps", "unknown key", "did you mean training.steps?")),
+        ("steps=3", ("steps=3: ", "--section.key=value", "did you mean training.steps?")),
+        ("training.steps=3", ("training.steps=3: ", "did you mean --training.steps=3?")),
     ],
 )  # fmt: skip
 def test_bad_values_on_the_command_line(argv, expected):
@@ -194,6 +199,26 @@ def test_files_are_kept_as_absolute_paths(monkeypatch, tmp_path):
         tmp_path / "text/a.txt"
     )
     assert load_config(["debug"]).data.path == ""
+
+
+def test_a_run_is_where_its_folder_is(tmp_path, monkeypatch):
+    """A copied run goes on in the copy, and a step's folder, which has a config too, is no run."""
+    folder = tmp_path / "outputs/copy"
+    step = folder / "checkpoints/step-4"
+    step.mkdir(parents=True)
+    text = to_toml(load_config(["debug", "--training.steps=7", "--run.name=first"]))
+    for place in (folder, step):
+        (place / "config.toml").write_text(text)
+    (folder / "log.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    config = load_config(["outputs/copy/"])
+    assert (config.run.folder, config.run.name, config.training.steps) == ("outputs", "copy", 7)
+    assert load_config(["outputs/copy", "--run.name=other"]).run.name == "other"
+    assert load_config(["outputs/copy/config.toml"]).run.name == "first"
+    assert_mentions(problems(str(step))[0], "no such file", "a run's folder")
+    monkeypatch.chdir(folder)
+    config = load_config(["."])
+    assert (config.run.folder, config.run.name) == (str(folder.parent), "copy")
 
 
 def test_files_that_cannot_be_read(toml, tmp_path):

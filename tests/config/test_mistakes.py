@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from titanlite.config.keys import all_keys
 from titanlite.config.mistakes import (
+    OTHER_TRAINERS,
     hub_advice,
     suggestion,
     unknown_config,
@@ -61,6 +63,12 @@ def test_an_unknown_key_is_looked_for_in_all_sections():
     assert unknown_key("name", keys).endswith("did you mean schedule.name or run.name?")
     assert unknown_key("schedul.name", keys).endswith("did you mean schedule.name?")
     assert "set one of its keys, training.steps" in unknown_key("training", keys)
+
+
+@pytest.mark.parametrize("word", OTHER_TRAINERS)
+def test_a_word_of_another_trainer_leads_to_our_keys(word):
+    meant = unknown_key(f"training.{word}", all_keys()).partition("did you mean ")[2]
+    assert set(meant.removesuffix("?").split(" or ")) <= set(all_keys())
 
 
 def test_a_wrong_value_and_a_wrong_config_say_what_is_allowed():

@@ -7,6 +7,7 @@ import math
 import typing
 
 import pytest
+from messages import refused
 
 from titanlite.config.help import help_text
 from titanlite.config.keys import Key, all_keys, keys_of, schema_keys, setting
@@ -62,7 +63,7 @@ def test_kinds_of_keys():
 
 
 def test_help_names_every_key_with_its_default_and_a_line():
-    lines = help_text().splitlines()
+    lines = help_text([]).splitlines()
     for section, cls in sections().items():
         for field in dataclasses.fields(cls):
             (at,) = [
@@ -79,11 +80,20 @@ def test_the_program_without_its_launcher_prints_the_same(arguments, capsys):
     import train
 
     assert train.run(arguments) == 0
-    assert capsys.readouterr().out == help_text() + "\n"
+    assert capsys.readouterr().out == help_text([]) + "\n"
+
+
+def test_help_of_a_section_is_a_part_of_the_whole():
+    part = help_text(["debug", "--help", "lora"])
+    assert part.startswith("[lora]  ")
+    assert part in help_text([])
+    assert {line.split(".")[0] for line in part.splitlines() if line[:4] == "  --"} == {"  --lora"}
+    with refused("--help", "[paralel]", "did you mean parallel?"):
+        help_text(["--help", "paralel"])
 
 
 def test_help_names_the_keys_of_tables():
-    text = help_text()
+    text = help_text([])
     for name, cls in (("data.sources", SourceConfig), ("data.phases", PhaseConfig)):
         block = text.partition(f"  --{name}  ")[2]
         for field in dataclasses.fields(cls):
@@ -101,7 +111,13 @@ FLAG = dataclasses.replace(TEXT, kind=bool)
 
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
-    [(INTEGER, 3, 3), (NUMBER, 3, 3.0), (PAIR, [0, 0.5], (0.0, 0.5)), (FLAG, True, True)],
+    [
+        (INTEGER, 3, 3),
+        (INTEGER, 1e9, 10**9),
+        (NUMBER, 3, 3.0),
+        (PAIR, [0, 0.5], (0.0, 0.5)),
+        (FLAG, True, True),
+    ],
 )
 def test_a_value_gets_the_type_of_its_key(key, value, expected):
     converted = convert(value, key)
@@ -113,7 +129,7 @@ def test_a_value_gets_the_type_of_its_key(key, value, expected):
     ("key", "value", "expected"),
     [
         (INTEGER, True, "an integer"),
-        (INTEGER, 1.0, "an integer"),
+        (INTEGER, 1.5, "an integer"),
         (INTEGER, -1, "an integer, at least 0"),
         (INTEGER, 1 << 63, "an integer below 2**63"),
         (NUMBER, 1 << 63, "a number below 2**63"),

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import itertools
+
 from titanlite.config.keys import Key, keys_of
 from titanlite.config.load import flavors
+from titanlite.config.mistakes import unknown_section
 from titanlite.config.schema import sections
 from titanlite.config.to_toml import toml_value
+from titanlite.runtime.errors import ConfigError
 
+HELP = ("-h", "--help")
 USAGE = """usage: titanlite train [CONFIG] [--section.key=value ...]   (in a clone: ./run_train.sh)
 
-  CONFIG                 a TOML file, or the name of one in train_configs/ (default: debug)
+  CONFIG                 a TOML file, a run's folder, or the name of a file in train_configs/
+                         (default: debug)
                          flavors here: {flavors}
   --section.key=value    overrides a key; also `--section.key value`, and `--section.key` for true
+  --help SECTION         lists the keys of a section, as in --help parallel
   --print-config         checks the configuration and prints it as TOML; trains nothing
   NGPU, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, LOG_RANK: see docs/running.md
 """
 
 
-def help_text() -> str:
-    """Lists every key by section, with its type, default and help."""
+def help_text(argv: list[str]) -> str:
+    """Lists every key by section, with its type, default and help; after `--help SECTION` those of
+    this section. Raises ConfigError if there is no such section.
+    """
     lines = [USAGE.format(flavors=", ".join(flavors()))]
-    for section, cls in sections().items():
+    shown = sections()
+    for option, word in itertools.pairwise(argv):
+        if option not in HELP or word.startswith("-"):
+            continue
+        if word not in shown:
+            allowed = ", ".join(shown)
+            raise ConfigError(f"{option}: {unknown_section(word)}; allowed: {allowed}")
+        lines = []
+        shown = {word: shown[word]}
+    for section, cls in shown.items():
         lines.append(f"[{section}]  {' '.join((cls.__doc__ or '').split())}")
         for key in keys_of(cls, f"{section}.").values():
             lines.append(f"  --{key.name}  {_kind(key)}  ({_default(key)})")

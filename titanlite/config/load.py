@@ -11,6 +11,7 @@ What it costs: nothing; no torch is imported, so a mistake is reported in a frac
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from titanlite.config.mistakes import (
     unknown_key,
     unknown_section,
     where,
+    without_dashes,
     wrong_value,
 )
 from titanlite.config.schema import Config, sections
@@ -33,6 +35,7 @@ from titanlite.runtime.documents import MOST_TOML, parse_toml
 from titanlite.runtime.errors import ConfigError, shortened
 from titanlite.runtime.files import read_bounded
 
+RUN_CONFIG = "config.toml"  # in a run's folder
 FILE_KEYS = ("data.path", "data.tokenizer", "data.cache", "checkpoint.initial_load")
 # Keys that exclude each other. The value of a base file is dropped if a later file or the command
 # line sets another key of the group
@@ -94,18 +97,26 @@ class Layer:
 def load_config(argv: list[str], configs: Path = CONFIGS) -> Config:
     """Loads the configuration that `[CONFIG] [--section.key=value ...]` describes.
 
+    A run's folder stands for its config.toml.
+
     Raises ConfigError with every problem in the file, its bases and the command line at once.
     """
     names, options = split_command_line(argv)
     problems: list[str] = []
+    dashless = [name for name in names if "=" in name and not os.path.exists(name)]
+    problems += [without_dashes(word, all_keys()) for word in dashless]
+    names = [name for name in names if name not in dashless]
     if len(names) > 1:
         shown = shortened(", ".join(names), 200)
         problems.append(f"expected one config, found {len(names)}: {shown}")
 
     layers: list[Layer] = []
-    path = find_config(names[0] if names else "debug", configs, problems)
+    name = names[0] if names else "debug"
+    path = find_config(name, configs, problems)
     if path:
         layers += read_files(path, problems)
+        if path == Path(name, RUN_CONFIG):
+            layers.append(read_place(path.parent))
     layers.append(read_options(options, problems))
 
     values = merge(layers, problems)
@@ -148,11 +159,14 @@ def split_command_line(argv: list[str]) -> tuple[list[str], list[Option]]:
 
 
 def find_config(name: str, configs: Path, problems: list[str]) -> Path | None:
-    """Finds the file of a CONFIG argument: a path, or a flavor in train_configs/."""
-    for candidate in (Path(name), configs / f"{name}.toml"):
-        with contextlib.suppress(OSError):  # for example, a name too long for the file system
+    """Finds the file of CONFIG: a path, the name of a flavor, or a run's folder."""
+    with contextlib.suppress(OSError):  # for example, a name too long for the file system
+        for candidate in (Path(name), configs / f"{name}.toml"):
             if candidate.is_file():
                 return candidate
+        # A step's folder has a config.toml too, and no log: a run must not write there
+        if Path(name, "log.txt").is_file() and Path(name, RUN_CONFIG).is_file():
+            return Path(name, RUN_CONFIG)
     problems.append(unknown_config(name, flavors(configs)))
     return None
 
@@ -202,6 +216,14 @@ def read_files(path: Path, problems: list[str], derived: tuple[Path, ...] = ()) 
         line = where(path, text, mistake.section, mistake.key)
         problems.append(f"{line}: {mistake.message}")
     return [*layers, layer]
+
+
+def read_place(run_folder: Path) -> Layer:
+    """Reads where a run is: its folder may have been moved or copied since it began."""
+    folder = run_folder
+    if not folder.name.strip("."):  # as in `.`
+        folder = Path(os.path.abspath(folder))
+    return Layer(str(run_folder), {"run.folder": str(folder.parent), "run.name": folder.name})
 
 
 def read_options(options: list[Option], problems: list[str]) -> Layer:

@@ -16,6 +16,21 @@ from pathlib import Path
 from titanlite.config.schema import sections
 from titanlite.runtime.errors import shortened
 
+# The last word of other trainers' keys -> ours
+OTHER_TRAINERS = {
+    "max_steps": "training.steps",
+    "train_iters": "training.steps",
+    "batch_size": "training.global_batch_size or training.local_batch_size",
+    "learning_rate": "optimizer.lr",
+    "compile": "compile.enabled",
+    "interval": "checkpoint.freq",
+    "save_steps": "checkpoint.freq",
+    "data_parallel_shard_degree": "parallel.dp_shard",
+    "tensor_parallel_degree": "parallel.tp",
+    "pipeline_parallel_degree": "parallel.pp",
+    "context_parallel_degree": "parallel.cp",
+    "expert_parallel_degree": "parallel.ep",
+}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)  # of an organisation or a model
 
 
@@ -75,7 +90,8 @@ def unknown_config(name: str, flavors: list[str]) -> str:
     hint = suggestion(name, flavors)
     shown = shortened(name, 1000)
     problem = f"config {shown!r}: no such file, and no such flavor in train_configs/{hint}"
-    return f"{problem}{hub_advice(name)}; allowed: a path or one of {', '.join(flavors)}"
+    allowed = f"a TOML file, a run's folder or one of {', '.join(flavors)}"
+    return f"{problem}{hub_advice(name)}; allowed: {allowed}"
 
 
 def hub_name(path: str) -> str:
@@ -134,6 +150,15 @@ def unknown_key(name: str, keys: list[str]) -> str:
     return f"unknown key {shortened(name, 200)}{_probable_key(name, keys)}"
 
 
+def without_dashes(word: str, keys: list[str]) -> str:
+    """Writes the message for `key=value` on the command line."""
+    name = word.partition("=")[0]
+    hint = _probable_key(name, keys)
+    if name in keys:
+        hint = f"; did you mean --{shortened(word, 200)}?"
+    return f"{shortened(word, 200)}: a key of the command line is --section.key=value{hint}"
+
+
 def _probable_key(name: str, keys: list[str]) -> str:
     """Writes which key was probably meant; empty if none is similar."""
     section, _, entry = name.partition(".")
@@ -142,6 +167,8 @@ def _probable_key(name: str, keys: list[str]) -> str:
         return f"; that is a section: set one of its keys, {in_section}"
     if name == "help":
         return "; titanlite train --help, or ./run_train.sh --help, lists all keys"
+    if (entry or section) in OTHER_TRAINERS:
+        return f"; did you mean {OTHER_TRAINERS[entry or section]}?"
     same_name = [key for key in keys if key.partition(".")[2] == (entry or section)]
     if not same_name:
         # A higher cutoff, because keys of one section share its name

@@ -192,7 +192,7 @@ def run_command(name: str, arguments: list[str]) -> int:
         if name in HELP:
             print(usage())
             return 0
-        if name == VERSION:
+        if VERSION in (name, *arguments[:1]):  # ./run_train.sh --version
             print(version())
             return 0
         if name not in COMMANDS:

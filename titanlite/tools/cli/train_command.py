@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from titanlite.config.budget import warmup_problem
-from titanlite.config.help import help_text
+from titanlite.config.help import HELP, help_text
 from titanlite.config.load import load_config
 from titanlite.config.to_toml import to_toml
 from titanlite.tools.cli.launch import launch
@@ -18,8 +18,8 @@ PRINT_CONFIG = "--print-config"
 
 def run(argv: list[str]) -> int:
     """Launches training with the config in `argv`; returns the exit code."""
-    if {"-h", "--help"} & set(argv):
-        print(help_text())
+    if set(HELP) & set(argv):
+        print(help_text(argv))
         return 0
     if PRINT_CONFIG in argv:
         config = load_config([word for word in argv if word != PRINT_CONFIG])
