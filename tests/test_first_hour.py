@@ -18,7 +18,7 @@ import pytest
 from chats import CHATML
 from foreign_tokenizers import sentencepiece, trained
 from foreign_tokenizers import write as write_tokenizer
-from page_commands import commands
+from page_commands import commands, printed_next
 from transformers_models import make
 
 ROOT = Path(__file__).parents[1]
@@ -112,7 +112,7 @@ def hidden_packages(more: set[str]) -> list[str]:
 
 
 class Desk:
-    """A clone, an environment and a user's files."""
+    """A clone that is not installed, an environment and a user's files."""
 
     def __init__(self, folder: Path, packages: set[str]) -> None:
         self.folder = folder
@@ -126,17 +126,18 @@ class Desk:
         (hiding / "sitecustomize.py").write_text(HIDING.format(hidden=hidden))
         programs = folder / ".venv/bin"
         programs.mkdir(parents=True)
-        for name, rest in (("python", ""), ("titanlite", " -m titanlite")):
-            (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{rest} "$@"\n')
-            (programs / name).chmod(0o755)
+        (programs / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+        (programs / "python").chmod(0o755)
         self.environment = os.environ | {
             "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{hiding}:{folder}",
+            "PYTHONPATH": str(hiding),
             "LOG_RANK": "0",
             "NGPU": "1",
         }
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
+        """Runs a command of a page; running.md says what `titanlite` is here."""
+        command = re.sub(r"^titanlite ", "python -m titanlite ", command)
         return subprocess.run(
             ["bash", "-c", command],
             cwd=self.folder,
@@ -148,10 +149,11 @@ class Desk:
             check=False,
         )
 
-    def need(self, command: str) -> None:
+    def need(self, command: str) -> str:
         done = self.run(command)
         assert done.returncode == 0, f"{command}\n{done.stdout}"
         assert "Traceback" not in done.stdout, f"{command}\n{done.stdout}"
+        return done.stdout
 
 
 def write_model(folder: Path, fields: dict[str, object], tokenizer: str, **config: object) -> None:
@@ -216,6 +218,18 @@ def test_every_documented_command_works(name, tmp_path):
         added = ADDED.get(beginning, [])
         if added is not None:
             desk.need(" ".join([command, *added]))
+
+
+@pytest.mark.slow
+def test_what_a_run_prints_at_its_end_goes_on_with_it(tmp_path):
+    """With as many processes as before, which its layout needs."""
+    desk = Desk(tmp_path, set())
+    output = desk.need(f"NGPU=2 ./run_train.sh debug --parallel.tp=2 {' '.join(SHORT)}")
+    generate, resume = printed_next(output)
+    desk.need(generate)
+    output = desk.need(resume)
+    assert "resumed " in output
+    assert "step 8/8" in output
 
 
 @pytest.mark.slow

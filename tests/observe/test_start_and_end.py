@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +17,9 @@ from runs import train_run, train_until
 import train
 from titanlite.observe import plan_check
 from titanlite.observe.plan_check import PlanCheck
-from titanlite.observe.start_and_end import titanlite_command
 from titanlite.parallel import step
-from titanlite.runtime import interpreter
+from titanlite.runtime import interpreter, shell_command
+from titanlite.runtime.shell_command import titanlite_command
 from titanlite.tools.report.run_data import read_run
 
 
@@ -98,18 +100,19 @@ def test_a_run_without_a_report_is_a_run(pool, arguments, tmp_path):
 
 def test_the_command_of_the_next_step_works_in_any_folder(tmp_path, monkeypatch):
     """And imports nothing from it: a folder of data may contain a types.py."""
+    clone = Path(interpreter.PACKAGES)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.chdir(interpreter.PACKAGES)
-    assert titanlite_command("python3") == "python3 -m titanlite"
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shell_command, "package_variable", lambda: f"PYTHONPATH={clone} ")
+    monkeypatch.setattr(sys, "executable", f"{clone}/.venv/bin/python")
+    assert titanlite_command(clone) == ".venv/bin/python -m titanlite"
     safe_path = " -P" if interpreter.HAS_SAFE_PATH else ""
-    assert (
-        titanlite_command("python3")
-        == f"PYTHONPATH={interpreter.PACKAGES} python3{safe_path} -m titanlite"
-    )
+    expected = f"PYTHONPATH={clone} {clone}/.venv/bin/python{safe_path} -m titanlite"
+    assert titanlite_command(tmp_path) == expected
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     (tmp_path / "titanlite").touch()
-    assert titanlite_command("python3") == "titanlite"
+    assert titanlite_command(clone) == str(tmp_path / "titanlite")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    assert titanlite_command(clone) == "titanlite"
 
 
 @pytest.fixture

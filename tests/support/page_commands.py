@@ -1,4 +1,4 @@
-"""The shell commands that a page shows."""
+"""The shell commands that a page or the end of a run shows."""
 
 from __future__ import annotations
 
@@ -11,3 +11,9 @@ def commands(text: str) -> list[str]:
     blocks = [block.replace(" \\\n ", "") for block in blocks]
     lines = [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
     return [line for line in lines if line]
+
+
+def printed_next(output: str) -> list[str]:
+    """The commands that a run prints at its end: to generate, and to go on."""
+    lines = output.partition("\nnext:\n")[2].splitlines()[:2]
+    return [line.partition("    (")[0].strip() for line in lines]

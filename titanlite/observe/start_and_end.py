@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import shutil
-import sys
 from pathlib import Path
 
 import torch
@@ -28,9 +26,9 @@ from titanlite.model.flavors import LlamaConfig
 from titanlite.model.flops import num_adapter_parameters
 from titanlite.observe.metrics import Progress
 from titanlite.rules.unused import unused_settings
-from titanlite.runtime import interpreter
 from titanlite.runtime.device import device_name
 from titanlite.runtime.errors import EXIT_STOPPED
+from titanlite.runtime.shell_command import package_variable, python_command, titanlite_command
 from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
 
 logger = logging.getLogger("titanlite")
@@ -156,20 +154,29 @@ def log_end(config: Config, script: Path, step: int, texts: list[str]) -> int:
 
 def _next_commands(config: Config, script: Path, folder: Path, step: int) -> str:
     """Writes the commands that generate text with the run's model, or its answer to a question,
-    and that continue the run.
+    and that continue the run on as many processes.
     """
-    python = os.path.relpath(sys.executable)
-    if shutil.which("python3") == sys.executable:
-        python = "python3"
-    command = titanlite_command(python)
+    here = Path.cwd()
+    command = titanlite_command(here)
+    world_size = dist.get_world_size()
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    number = ""
+    if per_node > 1 or os.environ.get("NGPU"):
+        number = f"NGPU={per_node} "
     script = script.resolve()
     shell = script.with_name("run_train.sh")
     if shell.exists():  # a clone
-        train = shlex.quote(os.path.join(".", os.path.relpath(shell)))
+        train = number + shlex.quote(os.path.join(".", os.path.relpath(shell)))
     elif script.parent == program_folder():  # an installed wheel
-        train = f"{command} train"
+        train = f"{number}{command} train"
     else:  # a copy made by `titanlite eject`
-        train = f"{python} {shlex.quote(os.path.relpath(script))}"
+        train = f"{package_variable()}{python_command(here)} "
+        if per_node > 1:
+            train += f"-m torch.distributed.run --nproc-per-node {per_node} "
+        train += shlex.quote(os.path.relpath(script))
+    resumes = "resumes from here"
+    if per_node < world_size:
+        resumes += "; on each node, with the variables of this run"
     prompt = "def"
     if config.validation.prompts:
         prompt = config.validation.prompts[0]
@@ -177,23 +184,4 @@ def _next_commands(config: Config, script: Path, folder: Path, step: int) -> str
     use = f"{command} generate {quoted_folder} --prompt {shlex.quote(prompt)}"
     if (folder / "checkpoints" / f"step-{step}" / TEMPLATE_FILE).exists():
         use = f"{command} generate {quoted_folder} --chat 'a question'"
-    return (
-        f"\nnext:\n  {use}\n"
-        f"  {train} {quoted_folder}/config.toml --training.steps={2 * step}    (resumes from here)"
-    )
-
-
-def titanlite_command(python: str) -> str:
-    """Writes how a shell in the current folder calls titanlite without importing modules from that
-    folder, which may hold data.
-    """
-    installed = Path(sys.executable).with_name("titanlite")
-    if shutil.which("titanlite"):
-        return "titanlite"
-    if installed.exists():
-        return shlex.quote(os.path.relpath(installed))
-    if os.getcwd() == interpreter.PACKAGES:  # a clone
-        return f"{python} -m titanlite"
-    safe_path = " -P" if interpreter.HAS_SAFE_PATH else ""
-    packages = shlex.quote(interpreter.PACKAGES)
-    return f"PYTHONPATH={packages} {python}{safe_path} -m titanlite"
+    return f"\nnext:\n  {use}\n  {train} {quoted_folder} --training.steps={2 * step}    ({resumes})"

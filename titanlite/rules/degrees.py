@@ -41,8 +41,8 @@ def resolve_degrees(parallel: ParallelConfig, world_size: int) -> dict[str, int]
         used = _above_1(fixed)
         is_product = f" is {product}" if len(used) > 1 else ""
         raise ConfigError(
-            f"{_factors(used)}{is_product}, but there are {world_size} processes (NGPU x NNODES); "
-            f"start {product}, or set one degree to -1 (what remains)"
+            f"{_factors(used)}{is_product}, but there are {world_size} processes (NGPU x NNODES): "
+            f"{start(product)}, or set one degree to -1 (what remains)"
         )
     for axis in open_axes:
         degrees[axis] = world_size // product
@@ -60,8 +60,16 @@ def _does_not_divide(fixed: dict[str, int], world_size: int) -> str:
         if fitting:
             remedies.append(f"parallel.{axis} = {fitting}")
     is_product = f" is {product}, which" if len(used) > 1 else ""
-    hint = f"; nearest that do: {', or '.join(remedies)}" if remedies else ""
-    return f"{_factors(used)}{is_product} does not divide the {world_size} processes{hint}"
+    hint = ", or ".join([start(product * -(-world_size // product)), *remedies])
+    return (
+        f"{_factors(used)}{is_product} does not divide the {world_size} processes (NGPU x NNODES): "
+        f"{hint}"
+    )
+
+
+def start(num_processes: int) -> str:
+    """Writes the remedy of a layout that needs so many processes."""
+    return f"start {num_processes} (on one node: NGPU={num_processes} ./run_train.sh ...)"
 
 
 def _above_1(degrees: dict[str, int]) -> dict[str, int]:

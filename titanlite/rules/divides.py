@@ -13,7 +13,7 @@ from titanlite.config.batch_sizes import segments, size_problems
 from titanlite.config.mistakes import suggestion
 from titanlite.config.schema import PP_SCHEDULES, V_SHAPED, Config
 from titanlite.model.flavors import LlamaConfig
-from titanlite.rules.degrees import data_ranks, multiples, nearest, num_processes
+from titanlite.rules.degrees import data_ranks, multiples, nearest, num_processes, start
 
 
 def batch(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
@@ -103,10 +103,12 @@ def expert_parallel(config: Config, llama: LlamaConfig, degrees: dict[str, int])
     broken = [f"{name} = {size}" for name, size in sizes.items() if size % ep]
     if broken:
         fitting = nearest(ep, lambda n: all(size % n == 0 for size in sizes.values()), shards)
-        yield (
-            f"parallel.ep = {ep} does not divide {' and '.join(broken)}; "
-            f"nearest that divide both: {fitting}"
-        )
+        remedy = f"nearest that divide both: {fitting}"
+        if llama.num_experts % ep == 0 and config.parallel.dp_shard == -1:
+            fewest = math.lcm(ep, degrees["cp"])
+            more = -(-shards // fewest) * fewest
+            remedy += f"; or {start(num_processes(degrees) // shards * more)}"
+        yield f"parallel.ep = {ep} does not divide {' and '.join(broken)}; {remedy}"
 
 
 def context_parallel(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:

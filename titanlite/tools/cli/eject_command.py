@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from titanlite.config.load import flavors, program_folder
-from titanlite.runtime import interpreter
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import write_new_files
+from titanlite.runtime.shell_command import package_variable, python_command
 from titanlite.tools.cli.options import StrictParser
 
 NEXT = """copied train.py and {count} configs to {folder}. To train with them:
@@ -53,20 +50,6 @@ def run(argv: list[str]) -> int:
         ) from None
     quoted = shlex.quote(str(folder))
     num_configs = len(names) - 1
-    print(NEXT.format(count=num_configs, folder=folder, quoted=quoted, python=_python(folder)))
+    python = f"{package_variable()}{python_command(folder.absolute())}"
+    print(NEXT.format(count=num_configs, folder=folder, quoted=quoted, python=python))
     return 0
-
-
-def _python(folder: Path) -> str:
-    """Returns how a shell in `folder` calls an interpreter that finds titanlite.
-
-    A clone need not be installed.
-    """
-    command = shlex.quote(sys.executable)
-    for name in ("python3", "python"):
-        if shutil.which(name) == sys.executable:
-            command = name
-    result = subprocess.run(interpreter.python("import titanlite"), cwd=folder, capture_output=True)
-    if result.returncode != 0:
-        command = f"PYTHONPATH={shlex.quote(interpreter.PACKAGES)} {command}"
-    return command
