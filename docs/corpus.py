@@ -2,7 +2,7 @@
 result.
 
     pip install datatrove orjson spacy tokenizers
-    python docs/corpus.py my_texts my_corpus --workers 8      # JSON lines with the field text
+    python -m docs.corpus my_texts my_corpus --workers 8      # JSON lines with the field text
     ./run_train.sh debug --data.path=my_corpus/tokens
 
 What it is: three passes of datatrove (https://github.com/huggingface/datatrove) over English text.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from datatrove.executor import LocalPipelineExecutor
@@ -42,6 +43,8 @@ from datatrove.utils.hashing import HashConfig
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.formats.huggingface_tokenizer import to_files
 
+FILES = "**/*.jsonl*"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -51,6 +54,8 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=1, help="pieces of work, at most one per file")
     parser.add_argument("--workers", type=int, default=1, help="tasks that run at the same time")
     options = parser.parse_args()
+    if not any(options.source.glob(FILES)):
+        parser.error(f"{options.source}: expected a folder of JSON lines, with files {FILES}")
     build_corpus(options.source, options.out, options.tokenizer, options.tasks, options.workers)
 
 
@@ -61,7 +66,7 @@ def build_corpus(source: Path, out: Path, tokenizer: str, tasks: int, workers: i
     # 14 buckets of 8 hashes find documents from a Jaccard similarity of about 0.7 on. SHA-1, because
     # the default, xxhash64, fails with the package xxhash 4
     minhash = MinhashConfig(hash_config=HashConfig(hash_fc="sha1"))
-    texts = JsonlReader(str(source))
+    texts = JsonlReader(str(source), glob_pattern=FILES)
     filtered = JsonlReader(str(out / "filtered"))  # the same documents in the same tasks, twice
 
     filters = [
@@ -86,6 +91,11 @@ def build_corpus(source: Path, out: Path, tokenizer: str, tasks: int, workers: i
         LocalPipelineExecutor(
             pipeline, tasks=count, workers=workers, logging_dir=str(out / "logs" / name)
         ).run()
+        if name == "filter" and not (out / "filtered").exists():
+            sys.exit(
+                f"{source}: the filters drop every document; expected English prose in the field "
+                f"text. {out / 'logs/filter/stats.json'} counts what each filter drops"
+            )
 
 
 def write_tokenizer(tokenizer: Tokenizer, path: Path) -> str:

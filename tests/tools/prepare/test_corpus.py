@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from launches import finish, start
+from page_commands import commands
 from preparing import TOKENIZER, prepared
 from runs import curve
 
@@ -65,7 +66,6 @@ ADJECTIVES = [
 ]
 # A download would fail: nothing listens there
 OFFLINE = {"HF_HUB_OFFLINE": "1", "http_proxy": "http://[::1]:1", "https_proxy": "http://[::1]:1"}
-HERE = {"PYTHONPATH": str(ROOT)}  # titanlite may not be installed
 
 
 def page(choose: random.Random) -> str:
@@ -94,7 +94,23 @@ def documents_of(folder: Path) -> list[list[int]]:
     return sorted(documents)
 
 
+def make_corpus(clone: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the command of the page as it is printed, in a clone that is not installed."""
+    for name in ("titanlite", "docs"):
+        (clone / name).symlink_to(ROOT / name)
+    (command,) = [
+        line for line in commands((ROOT / "docs/prepare.md").read_text()) if "my_corpus -" in line
+    ]
+    environment = os.environ | OFFLINE
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment.pop("PYTHONPATH", None)
+    return subprocess.run(
+        ["bash", "-c", command], cwd=clone, env=environment, capture_output=True, text=True
+    )
+
+
 def write_rows(path: Path, texts: list[str]) -> None:
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
@@ -108,13 +124,11 @@ def test_training_reads_what_prepare_makes_of_the_same_texts(tmp_path):
     dropped = ["Too short.", "lorem ipsum " * 200, "the same line again.\n" * 100]
     rows = [*pages, near, pages[30], *dropped]
     choose.shuffle(rows)
-    (tmp_path / "texts").mkdir()
-    write_rows(tmp_path / "texts/0.jsonl", rows[::2])
-    write_rows(tmp_path / "texts/1.jsonl", rows[1::2])
-
-    corpus = tmp_path / "corpus"
-    command = [sys.executable, "docs/corpus.py", tmp_path / "texts", corpus, "--tasks", "2"]
-    subprocess.run(list(map(str, command)), check=True, cwd=ROOT, env=os.environ | OFFLINE | HERE)
+    write_rows(tmp_path / "my_texts/0.jsonl", rows[::2])
+    write_rows(tmp_path / "my_texts/1.jsonl", rows[1::2])
+    printed = make_corpus(tmp_path)
+    assert printed.returncode == 0, printed.stderr
+    corpus = tmp_path / "my_corpus"
 
     run = [
         "debug",
@@ -138,3 +152,17 @@ def test_training_reads_what_prepare_makes_of_the_same_texts(tmp_path):
     texts = [near if is_near and text == pages[20] else text for text in pages]
     write_rows(tmp_path / "same.jsonl", texts)
     assert found == documents_of(prepared(tmp_path / "same", tmp_path / "same.jsonl"))
+
+
+@pytest.mark.slow
+def test_a_corpus_of_nothing_is_refused_in_a_line(tmp_path):
+    for name, text, expected in (
+        ("0.txt", "Some text.", "my_texts: expected a folder of JSON lines"),
+        ("1.jsonl", '{"text": "Too short."}', "my_texts: the filters drop every document"),
+    ):
+        clone = tmp_path / name
+        (clone / "my_texts").mkdir(parents=True)
+        (clone / "my_texts" / name).write_text(text)
+        done = make_corpus(clone)
+        assert done.returncode != 0
+        assert expected in done.stderr.splitlines()[-1]
