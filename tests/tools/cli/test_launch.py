@@ -32,6 +32,13 @@ def test_several_nodes_need_an_address(monkeypatch):
         launch.launch(["debug"])
 
 
+def test_a_device_that_is_not_there_is_found_before_any_data_is_prepared(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(launch, "prepare", None)
+    with refused("run.device = cuda", "no such device", "auto, cpu"):
+        launch.launch(["debug", "--run.device=cuda"])
+
+
 # Usable cores, read from made-up files of Linux
 
 

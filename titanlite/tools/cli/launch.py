@@ -1,9 +1,10 @@
 """Checks a run and starts the training processes of this node.
 
 What it is: `titanlite train`, which run_train.sh calls. It checks the config and prepares the data
-without importing torch (except to count CUDA devices, where there is a driver), so that a mistake
-is reported at once. Then it starts NGPU processes of train.py (`processes.run`) and returns their
-exit code. A failed run is started again up to MAX_RESTARTS times, from its newest checkpoint.
+without importing torch (except to find CUDA devices, if there is a driver or run.device is cuda),
+so that a mistake is reported at once. Then it starts NGPU processes of train.py (`processes.run`)
+and returns their exit code. A failed run is started again up to MAX_RESTARTS times, from its newest
+checkpoint.
 """
 
 from __future__ import annotations
@@ -112,6 +113,11 @@ def prepare_data(config: Config, world_size: int) -> list[Path]:
             texts.append(find_text(part))
     with collected(problems):
         require_installed(config.metrics.sinks)
+    if config.run.device == "cuda":
+        from titanlite.runtime.device import device_type  # which needs torch
+
+        with collected(problems):
+            device_type("cuda")
     with collected(problems):
         require_initial_load(config)
     with collected(problems):
