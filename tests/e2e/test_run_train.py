@@ -45,7 +45,8 @@ def test_trains_prints_a_sample_and_what_to_try_next(pool, arguments, tmp_path):
     assert f"titanlite generate {tmp_path}/debug" in output
     assert "Traceback" not in output
     assert (tmp_path / "debug/log.txt").read_text().count("step 6/6") == 2
-    again = [str(tmp_path / "debug/config.toml"), "--training.steps=8"]
+    assert f"\n  NGPU=2 ./run_train.sh {tmp_path}/debug --training.steps=12  " in output
+    again = [str(tmp_path / "debug"), "--training.steps=8"]
     assert pool.run(1, train_run, again) == [0]
     resumed = f"resumed from {tmp_path}/debug/checkpoints/step-6"
     assert resumed in (tmp_path / "debug/log.txt").read_text()

@@ -6,11 +6,14 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from runs import rows, train_run
 
+import titanlite
 from titanlite.tools.formats import export_run
 from titanlite.tools.formats.convert import convert, load_full_state
 from titanlite.tools.formats.export import Options
@@ -96,10 +99,34 @@ def test_the_card_has_the_figures_of_the_run(whole_run, tmp_path, text_file):
     assert table["tokens"] == f"{logged['tokens']:,}"
     assert table["tokens of a sequence"] == "64"
     assert table["data"] == "numbers"
+    assert table["layout"] == "one process"
+    assert table["torch"] == torch.__version__
+    assert f"Exported by titanlite {titanlite.__version__}." in card
+    assert "base model" not in table
     assert table["training loss (nats per token)"] == f"{logged['loss']:.4f}"
     assert table["validation loss, numbers"] == f"{validated['validation/numbers/loss']:.4f}"
     for path in (folder, text_file.parent, tmp_path):
         assert str(path) not in card
+
+
+@pytest.mark.slow
+def test_the_card_of_adapters_names_their_base_and_has_a_program_that_generates(
+    pool, arguments, whole_run, tmp_path
+):
+    pytest.importorskip("transformers")
+    base = f"--checkpoint.initial_load={whole_run() / 'checkpoints/step-6'}"
+    run = [*arguments, "--run.name=tuned", "--lora.rank=2", base, "--training.steps=1"]
+    assert pool.run(1, train_run, run) == [0]
+    target = tmp_path / "hf"
+    convert(tmp_path / "tuned", target, HF)
+    card = (target / CARD).read_text()
+    assert cells(card)["base model"] == "debug"
+    (program,) = re.findall(r"^```python\n(.*?)^```", card, re.MULTILINE | re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=target, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The" in done.stdout
 
 
 def _shapes(step) -> list[list[int]]:

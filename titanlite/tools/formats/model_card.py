@@ -18,6 +18,7 @@ from titanlite.model.flavors import LlamaConfig
 from titanlite.observe.metrics_file import RowReader
 from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import printable, shortened
+from titanlite.runtime.version import __version__
 from titanlite.tools.formats.full_state import FullState
 
 CARD = "README.md"
@@ -35,8 +36,11 @@ USE = """\
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("path/of/this/folder")
-tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
+folder = "."  # this one, or its name on huggingface.co
+model = AutoModelForCausalLM.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+prompt = tokenizer("The", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```
 
 The licence of the weights is not stated here; add it, and what the data allows, before you publish
@@ -77,10 +81,10 @@ def model_card(state: FullState, family: str, length: int) -> bytes:
 
 def _model(model: LlamaConfig, family: str, length: int) -> str:
     return (
-        f"A {family.capitalize()} of {model.num_parameters:,} parameters, exported by titanlite: "
-        f"{model.num_layers} blocks of width {model.dim}, {model.num_heads} query heads and "
-        f"{model.num_kv_heads} key/value heads, a vocabulary of {model.vocab_size:,}, sequences of "
-        f"up to {length:,} tokens."
+        f"A {family.capitalize()} of {model.num_parameters:,} parameters: {model.num_layers} "
+        f"blocks of width {model.dim}, {model.num_heads} query heads and {model.num_kv_heads} "
+        f"key/value heads, a vocabulary of {model.vocab_size:,}, sequences of up to {length:,} "
+        f"tokens. Exported by titanlite {__version__}."
     )
 
 
@@ -99,6 +103,12 @@ def _rows(state: FullState) -> list[tuple[str, str]]:
         shown = [_cell(value) for value in values if value not in (None, "", 0)]
         if shown:
             rows.append((name, ", ".join(shown)))
+    base = _setting(state, "checkpoint.initial_load")
+    if isinstance(base, str) and base:
+        base = re.sub(r"/checkpoints/step-\d+/*$", "", base)  # a run's name, not its step's
+        rows.append(("base model", _cell(Path(base).name)))
+    for name, value in (("layout", about.layout), ("torch", about.torch)):
+        rows.append((name, _cell(value)))
     names = _data_names(about.files.get("data.json", b"{}"))
     if names:
         rows.append(("data", ", ".join(names)))
