@@ -1,10 +1,13 @@
 """`titanlite learn`."""
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from titanlite.tools.cli.main import main
+from titanlite.tools.learn.exercise import OPEN
 from titanlite.tools.learn.lessons import LESSONS
 from titanlite.tools.learn.problems import PROBLEMS, answer, plan_of
 from titanlite.tools.learn.progress import progress_file
@@ -30,14 +33,28 @@ def write_right_answers(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_lesson_is_started_checked_and_listed_as_passed(capsys, tmp_path):
     assert main(["learn", "start", "planning"]) == 0
-    assert "titanlite learn check learn-planning" in capsys.readouterr().out
+    assert "titanlite learn check learn-planning\n" in capsys.readouterr().out
     assert main(["learn", "check", "planning"]) == 1
     write_right_answers(tmp_path / "learn-planning")
     assert main(["learn", "check", "learn-planning"]) == 0
-    assert "next: titanlite learn start five_axes" in capsys.readouterr().out
+    assert "titanlite learn start five_axes\n" in capsys.readouterr().out
     assert main(["learn"]) == 0
     rows = capsys.readouterr().out.splitlines()[: len(LESSONS)]
     assert [row.split()[1] for row in rows if " passed " in row] == ["planning"]
+
+
+@pytest.mark.slow
+def test_the_commands_of_an_exercise_run_in_its_folder_as_printed(tmp_path, monkeypatch):
+    """Where titanlite is not installed, and the gap is still open."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert main(["learn", "start", "fsdp", "--folder", "my exercise"]) == 0
+    folder = tmp_path / "my exercise"
+    block = re.findall(r"^```\n(.*?)^```", (folder / "README.md").read_text(), re.M | re.S)[0]
+    program, check = block.splitlines()
+    for command, said in ((program, OPEN), (check, "WRONG  the program failed")):
+        done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert said in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ Only `check` of a program imports torch.
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.shell_command import titanlite_command
 from titanlite.tools.cli.options import StrictParser, at_least
 from titanlite.tools.learn.exercise import course, find_lesson, lay_out, lesson_of
 from titanlite.tools.learn.lessons import LESSONS, Lesson
@@ -45,7 +47,7 @@ def _list() -> int:
         mark = "passed" if lesson.name in passed else ""
         print(f"{number:2}  {lesson.name:<16} {mark:<7} {lesson.title}")
     print(f"\n{course()}/README.md has three routes through them.")
-    print("titanlite learn start LESSON lays out an exercise.")
+    print(f"{titanlite_command(Path.cwd())} learn start LESSON lays out an exercise.")
     return 0
 
 
@@ -62,7 +64,7 @@ def _start(argv: list[str]) -> int:
     edited = f"{lesson.step}.py" if lesson.step else "answers.toml"
     print(f"{lesson.title}\n\n  {folder}/README.md  what to know, what to do, questions")
     print(f"  {folder}/{edited}  what to complete")
-    print(f"\nthen: titanlite learn check {folder}")
+    print(f"\nthen: {titanlite_command(Path.cwd())} learn check {shlex.quote(str(folder))}")
     return 0
 
 
@@ -93,7 +95,8 @@ def _check(argv: list[str]) -> int:
     note_passed(lesson.name)
     number = LESSONS.index(lesson) + 1
     if number < len(LESSONS):
-        print(f"\npassed; next: titanlite learn start {LESSONS[number].name}")
+        command = titanlite_command(Path.cwd())
+        print(f"\npassed; next: {command} learn start {LESSONS[number].name}")
     else:
         print("\npassed")
     return 0

@@ -8,11 +8,13 @@ Why it is here: the solution is the step itself, so it can't be out of date.
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded, write_new_files
+from titanlite.runtime.shell_command import python_command, titanlite_command
 from titanlite.tools.learn.lessons import LESSONS, Lesson
 from titanlite.tools.learn.problems import open_answers
 
@@ -65,6 +67,16 @@ def with_gap(source: str) -> str:
     return "\n".join(line for line in kept if not line.strip().startswith("# gap:")) + "\n"
 
 
+def with_commands(text: str, folder: Path) -> str:
+    """The lesson's text, whose commands a shell in `folder` finds where nothing is installed."""
+    folder = folder.absolute()
+    words = {"titanlite": titanlite_command(folder), "python": python_command(folder)}
+    # At the start of a line and in backticks
+    return re.sub(
+        r"(^|`)(titanlite|python)(?= )", lambda match: match[1] + words[match[2]], text, flags=re.M
+    )
+
+
 def _is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
@@ -99,7 +111,7 @@ def lay_out(lesson: Lesson, folder: Path) -> None:
             f"--folder {folder}: exists and is not empty; expected a new or an empty folder"
         )
     contents = {
-        "README.md": text_of(lesson).read_bytes(),
+        "README.md": with_commands(text_of(lesson).read_text(), folder).encode(),
         MARK: f"{lesson.name}\n".encode(),
     }
     if lesson.step:
