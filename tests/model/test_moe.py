@@ -32,9 +32,11 @@ def by_definition(moe: MixtureOfExperts, token: torch.Tensor) -> torch.Tensor:
     return result
 
 
+@pytest.mark.parametrize("width", [24, 35])  # 35 is not one that `grouped_mm` has
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_output_and_gradients_are_those_of_the_definition(dtype):
-    moe = small_model(config=EXPERTS).layers["1"].feed_forward.to(dtype)
+def test_output_and_gradients_are_those_of_the_definition(dtype, width):
+    config = dataclasses.replace(EXPERTS, expert_ffn_dim=width)
+    moe = small_model(config=config).layers["1"].feed_forward.to(dtype)
     torch.manual_seed(0)
     x = torch.randn(2, 7, 32, dtype=dtype, requires_grad=True)
     # No token chooses expert 3, and most choose 0

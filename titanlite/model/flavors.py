@@ -378,19 +378,32 @@ def without_unused_experts(config: LlamaConfig) -> LlamaConfig:
 
 
 def expert_problems(config: LlamaConfig) -> list[str]:
-    """Describes what is wrong with the sizes of a mixture of experts."""
+    """Describes what is wrong with the sizes of a mixture of experts, trained or not."""
     num = config.num_experts
     if not num:
         return []
     problems = []
-    if not 2 <= config.experts_per_token <= num:
+    if not 1 <= config.experts_per_token <= num:
         problems.append(
-            f"model.experts_per_token = {config.experts_per_token}: expected 2 to "
-            f"model.num_experts = {num} (with 1 the weight of the only expert is always 1, and the "
-            "router gets no gradient)"
+            f"model.experts_per_token = {config.experts_per_token}: expected 1 to "
+            f"model.num_experts = {num}"
         )
     if not config.expert_ffn_dim:
         problems.append("model.expert_ffn_dim is missing: expected the hidden width of an expert")
+    return problems
+
+
+def _untrainable_experts(config: LlamaConfig) -> list[str]:
+    """Describes why these experts can be read and computed, but not trained."""
+    num = config.num_experts
+    if not num:
+        return []
+    problems = []
+    if config.experts_per_token == 1:
+        problems.append(
+            f"model.experts_per_token = 1: expected 2 to model.num_experts = {num} to train (with "
+            "1 the weight of the only expert is always 1, and the router gets no gradient)"
+        )
     for name in ("dim", "expert_ffn_dim"):
         width = getattr(config, name)
         if width % 8:
@@ -446,7 +459,7 @@ def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
             f"model.num_kv_heads = {config.num_kv_heads} does not divide "
             f"model.num_heads = {heads}; allowed: {', '.join(divisors)}"
         )
-    problems += expert_problems(config)
+    problems += expert_problems(config) + _untrainable_experts(config)
     if config.vocab_size < tokenizer_size:
         problems.append(
             f"model.vocab_size = {config.vocab_size} (flavor {section.flavor}): "

@@ -46,7 +46,8 @@ class ExpertLinear(nn.Module):
 
 def multiply(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiplies rows (R, in), sorted by expert, with weights (E, out, in) to (R, out)."""
-    if rows.dtype == torch.float64:  # which `grouped_mm` does not have
+    # What `grouped_mm` does not have: float64, and rows of other than whole 16 bytes
+    if rows.dtype == torch.float64 or any(width % 8 for width in weight.shape[1:]):
         counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
         parts = zip(rows.split(counts), weight, strict=True)
         return torch.cat([F.linear(part, matrix) for part, matrix in parts])

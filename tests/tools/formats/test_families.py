@@ -101,6 +101,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "mixtral, one expert per token": {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+    },
     "mixtral, wide heads and window": {
         "model_type": "mixtral",
         "num_local_experts": 6,
@@ -123,7 +128,7 @@ WINDOWS = {  # (sliding_window, window_layers) of ours
 # One of each family without `slow`
 QUICK = (
     *("llama, yarn", "mistral, window", "qwen2", "qwen3, tied and wide heads"),
-    *("qwen3_moe", "mixtral"),
+    *("qwen3_moe", "mixtral, one expert per token"),
 )
 NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in MODELS]
 
