@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 sys.path.insert(0, str(report.ROOT))
 
 from titanlite.checkpoint.manifest import FileEntry
-from titanlite.checkpoint.planner import Entry, Report
+from titanlite.checkpoint.planner import Entry, Report, Table, digest_of, digest_of_mesh, packed
 from titanlite.checkpoint.shard_file import Written
 from titanlite.checkpoint.state import ModelState, State
 from titanlite.config.load import load_config
@@ -106,7 +106,7 @@ def box_of(
 class Layout(NamedTuple):
     """One of the ways in which tensors are cut."""
 
-    value: Tensor  # a tensor with this layout
+    value: DTensor  # with this layout
     writer: int  # the replica, along tp, that is written
 
 
@@ -118,39 +118,41 @@ class Others:
         planner = DefaultSavePlanner()  # flattens the state
         planner.set_up_planner(state)
         self._tensors = planner.state_dict
-        self._table: list[Entry] = []
+        self._table: list[Entry] = []  # of the DTensors, which are on one mesh
         self._layouts: list[Layout] = []
+        plain: list[Entry] = []
         numbers: dict[Hashable, int] = {}
         bytes_of = [0] * TP  # bytes that each replica writes
         for name, value in self._tensors.items():
-            key: tuple[Hashable, ...] = (value.shape,)
+            path = planner.mappings[name]
+            if not isinstance(value, DTensor):
+                plain.append(Entry(path, value.dtype, tuple(value.shape)))
+                continue
+            self._mesh = value.device_mesh
             writer = 0
-            if isinstance(value, DTensor):
-                if value.placements[1].is_replicate():
-                    writer = bytes_of.index(min(bytes_of))
-                    bytes_of[writer] += value.numel() * value.element_size()
-                key = (value.shape, value.placements, writer)
+            if value.placements[1].is_replicate():
+                writer = bytes_of.index(min(bytes_of))
+                bytes_of[writer] += value.numel() * value.element_size()
+            key = (value.shape, value.placements, writer)
             if key not in numbers:
                 numbers[key] = len(numbers)
                 self._layouts.append(Layout(value, writer))
-            path = planner.mappings[name]
             self._table.append(Entry(path, value.dtype, tuple(value.shape), numbers[key]))
-        self._digest = hashlib.sha256(repr(self._table).encode()).hexdigest()
+        self._groups = [packed(plain)]  # all of them belong to the optimizer
 
     def report(self, rank: int) -> Report:
         """Makes the report of a rank's PlacementSavePlanner."""
         boxes: list[tuple[int, Offsets, Sizes]] = []
         for number, (value, writer) in enumerate(self._layouts):
-            replica = rank  # tensors that are not cut are on every rank
-            box: tuple[Offsets, Sizes] = ((), tuple(value.shape))
-            if isinstance(value, DTensor):
-                replica = rank % TP if value.placements[1].is_replicate() else 0
-                box = box_of(value.shape, value.device_mesh, value.placements, rank)
+            box = box_of(value.shape, value.device_mesh, value.placements, rank)
+            replica = rank % TP if value.placements[1].is_replicate() else 0
             if replica == writer and 0 not in box[1]:
                 boxes.append((number, *box))
         own = range(rank, len(self._table), self.ranks)
-        entries = {place: self._table[place] for place in own}
-        return Report(0, self._digest, len(self._table), entries, boxes)
+        entries = {row: self._table[row] for row in own}
+        mesh = digest_of_mesh(self._mesh)
+        table = Table(mesh, digest_of(self._table), len(self._table), entries, boxes)
+        return Report([table], self._groups)
 
     def written(self, rank: int) -> list[WriteResult]:
         """Makes the results of a rank's StepWriter."""

@@ -5,8 +5,13 @@ a load names everything that does not fit.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
+import os
+import pickle
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +30,10 @@ from torch.distributed.checkpoint import (
     HuggingFaceStorageWriter,
 )
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titanlite.checkpoint.planner import (
@@ -203,28 +210,187 @@ def test_a_plan_is_reported_once_unless_tensors_change(pool, tmp_path):
     assert pool.run(2, messages_of_three_saves, tmp_path) == [[True, False, True]] * 2
 
 
-def save_on_two_meshes(folder: Path) -> None:
-    """A norm that tensor parallel leaves alone lies on the ranks of each tp coordinate: the parts of
-    the other coordinate are the same.
-    """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(8, 6, generator=generator)
-    norm = torch.randn(7, generator=generator)
-    state = {
-        "matrix": distribute_tensor(matrix, mesh, [Shard(0), Shard(1)]),
-        "norm": distribute_tensor(norm, mesh["dp"], [Shard(0)]),
+def recipe(mesh: DeviceMesh) -> dict[str, Any]:
+    """The state of torch's recipe, whose learning rates are plain numbers."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optim": moments}
+
+
+def own_keys(mesh: DeviceMesh) -> dict[str, Any]:
+    """Keys that only this rank has, of bytes and tensors, beside keys that all ranks have."""
+    rank = mesh.get_rank()
+    weight = distribute_tensor(torch.arange(7.0), mesh, [Shard(0)])
+    return {
+        "weight": weight,
+        "step": 3,
+        f"flat_{rank}": torch.arange(rank),
+        "loader": {f"rank_{rank}": f"position {rank}".encode(), "world_size": 4},
+        "nested": {"groups": [{"weight": weight, f"own_{rank}": torch.ones(2)}, {"lr": 0.1}]},
     }
-    writer = HuggingFaceStorageWriter(folder, save_distributed=True)
-    dcp.save(state, storage_writer=writer, planner=PlacementSavePlanner())
-    loaded = {"matrix": torch.zeros(8, 6), "norm": torch.zeros(7)}
-    dcp.load(loaded, storage_reader=HuggingFaceStorageReader(folder))
-    assert torch.equal(loaded["matrix"], matrix)
-    assert torch.equal(loaded["norm"], norm)
 
 
-def test_a_tensor_on_a_part_of_the_mesh_is_written_once(pool, tmp_path):
-    pool.run(4, save_on_two_meshes, tmp_path)
+def own_tensors(mesh: DeviceMesh) -> dict[str, Any]:
+    """The same without what a safetensors file cannot hold."""
+    rank = mesh.get_rank()
+    weight = distribute_tensor(torch.arange(7.0), mesh, [Shard(0)])
+    return {"weight": weight, f"flat_{rank}": torch.full((2,), rank), "all": torch.ones(3)}
+
+
+def no_elements(mesh: DeviceMesh) -> dict[str, Any]:
+    """Tensors without elements; and one whose parts on some ranks have none."""
+    return {
+        "plain": torch.zeros(0),
+        "matrix": torch.zeros(4, 0, dtype=torch.int64),
+        "sharded": distribute_tensor(torch.zeros(4, 0), mesh, [Shard(0)]),
+        "no rows": distribute_tensor(torch.zeros(0, 3), mesh, [Shard(0)]),
+        "replicated": distribute_tensor(torch.zeros(0), mesh, [Replicate()]),
+        "uneven": distribute_tensor(torch.arange(3.0), mesh, [Shard(0)]),
+    }
+
+
+def several_meshes(mesh: DeviceMesh) -> dict[str, Any]:
+    """Tensors on both axes of a mesh, on each axis alone, and on one half of the ranks."""
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    halves = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    return {
+        "matrix": distribute_tensor(torch.arange(48.0).view(8, 6), square, [Shard(0), Shard(1)]),
+        "norm": distribute_tensor(torch.arange(7.0), square["dp"], [Shard(0)]),
+        "bias": distribute_tensor(torch.arange(5.0), square["tp"], [Shard(0)]),
+        "first": distribute_tensor(torch.arange(3.0), halves[0], [Shard(0)]),
+        "second": distribute_tensor(torch.arange(2.0), halves[1], [Replicate()]),
+    }
+
+
+def zeroed(value: Any) -> Any:
+    """The same nested state with other values."""
+    if isinstance(value, dict):
+        return {key: zeroed(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [zeroed(each) for each in value]
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+
+
+def on_this_rank(state: dict[str, Any]) -> dict[str, Any]:
+    """Flat: this rank's part of each tensor as numbers, and the other values."""
+    planner = DefaultSavePlanner()  # flattens the state
+    planner.set_up_planner(state)
+    values = {}
+    for name, value in planner.state_dict.items():
+        if isinstance(value, DTensor):
+            if value.device_mesh.get_coordinate() is None:
+                continue
+            value = value.to_local()
+        values[name] = value.tolist() if isinstance(value, torch.Tensor) else value
+    return values
+
+
+def save_and_load_by_both(folder: Path, state_of: Callable[..., Any], option: str) -> None:
+    """What one planner has saved the other loads, with every storage that can hold the state."""
+    logging.disable(logging.WARNING)  # DCP's, that there is no metadata of all ranks
+    rank = dist.get_rank()
+    arguments: dict[str, Any] = {}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "rank"))
+    mesh_of_state = mesh["rank"] if option == "group" else init_device_mesh("cpu", (4,))
+    if option == "group":
+        arguments = {"process_group": mesh["rank"].get_group()}
+        folder = folder / str(mesh["pair"].get_local_rank())
+    elif option == "no_dist":
+        arguments = {"no_dist": True}
+        folder = folder / str(rank)
+    state = state_of(mesh_of_state)
+    storages = [(FileSystemWriter, FileSystemReader)]
+    values = on_this_rank(state).values()
+    if option in ("", "group") and not any(isinstance(v, int | float | bytes) for v in values):
+        distributed = functools.partial(HuggingFaceStorageWriter, save_distributed=True)
+        storages.append((distributed, HuggingFaceStorageReader))
+    for number, (writer, reader) in enumerate(storages):
+        for saved_by in (None, PlacementSavePlanner()):
+            path = folder / f"{number} {saved_by is None}"
+            collectives = {"use_collectives": option != "no collectives"}
+            for _ in range(2):  # the second save uses the plan of the first
+                dcp.save(
+                    state, storage_writer=writer(path), planner=saved_by, **arguments, **collectives
+                )
+            for loaded_by in (None, PlacementLoadPlanner()):
+                if saved_by is None and loaded_by is None:
+                    continue
+                loaded = zeroed(state)
+                dcp.load(loaded, storage_reader=reader(path), planner=loaded_by, **arguments)
+                case = (writer, saved_by, loaded_by)
+                assert on_this_rank(loaded) == on_this_rank(state), case
+
+
+@pytest.mark.parametrize(
+    ("state_of", "option"),
+    [
+        (recipe, ""),
+        (own_keys, ""),
+        (own_keys, "no collectives"),
+        (own_keys, "no_dist"),
+        (own_keys, "group"),
+        (own_tensors, ""),
+        (no_elements, ""),
+        (no_elements, "group"),
+        (several_meshes, ""),
+    ],
+)
+def test_each_planner_loads_what_the_other_has_saved(pool, tmp_path, state_of, option):
+    pool.run(4, save_and_load_by_both, tmp_path, state_of, option)
+
+
+def save_by_a_copy(folder: Path) -> None:
+    """A planner that has saved is sent to another process, as `async_save` may do."""
+    mesh = init_device_mesh("cpu", (2,))
+    state = own_keys(mesh)
+    planner = PlacementSavePlanner()
+    dcp.save(state, storage_writer=FileSystemWriter(folder / "first"), planner=planner)
+    copy = pickle.loads(pickle.dumps(planner))
+    dcp.save(state, storage_writer=FileSystemWriter(folder / "second"), planner=copy)
+    loaded = zeroed(state)
+    dcp.load(loaded, storage_reader=FileSystemReader(folder / "second"))
+    assert on_this_rank(loaded) == on_this_rank(state)
+
+
+def test_a_planner_can_be_pickled(pool, tmp_path):
+    pool.run(2, save_by_a_copy, tmp_path)
+
+
+class MakesFolder:
+    """A value whose pickle makes a folder when it is read."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.folder,)
+
+
+def test_plain_values_are_loaded_and_no_code_runs(tmp_path):
+    saved = {"groups": [{"lr": 0.1, "betas": (0.9, 0.95)}], "by number": {7: "a"}, "none": None}
+    made = tmp_path / "made"
+    with alone():
+        dcp.save(
+            saved | {"code": MakesFolder(str(made))},
+            storage_writer=FileSystemWriter(tmp_path),
+            planner=PlacementSavePlanner(),
+        )
+    reader = FileSystemReader(tmp_path)
+    loaded = {"groups": [{"lr": 0.0, "betas": ()}], "by number": {7: ""}, "none": 1}
+    with alone():
+        dcp.load(loaded, storage_reader=reader, planner=PlacementLoadPlanner())
+    assert loaded == saved
+
+    with alone(), pytest.raises(CheckpointException) as caught:
+        dcp.load({"code": 0}, storage_reader=reader, planner=PlacementLoadPlanner())
+    error, _ = caught.value.failures[0]
+    assert str(error).startswith("code: is not read, because it may run code: ")
+    assert not made.exists()
 
 
 class Sharded(torch.Tensor):
@@ -239,15 +405,17 @@ def refused(folder: Path, kind: str) -> str:
     mesh = init_device_mesh("cpu", (2,))
     state: dict[str, Any] = {"a": distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])}
     if kind == "other names":
-        state[f"b{dist.get_rank()}"] = torch.zeros(2)
+        state[f"b{dist.get_rank()}"] = state["a"]
     elif kind == "misplaced":
         state["a"] = DTensor.from_local(
             torch.zeros(3, 2), mesh, [Shard(0)], shape=torch.Size((4, 2)), stride=(2, 1)
         )
-    elif kind == "numbers":
-        state |= {"lr": 0.1, "steps": [1, 2]}
     elif kind == "another kind of shard":
         state["b"] = torch.zeros(2).as_subclass(Sharded)
+    elif kind == "a tensor that says its place":
+        state["b"] = torch.zeros(2)
+        for attribute in ("global_shape", "global_offsets", "local_offsets", "local_sizes"):
+            setattr(state["b"], attribute, ((2,),))
     elif kind == "two of one name":  # each rank is a stage of its own
         state = {"a": torch.zeros(2 + dist.get_rank())}
     writer = HuggingFaceStorageWriter(folder, save_distributed=True)
@@ -263,13 +431,15 @@ def refused(folder: Path, kind: str) -> str:
     [
         ("other names", "ranks 0 and 1 hold other tensors on the same mesh"),
         ("misplaced", "a: holds (3, 2), and by its placements (2, 2)"),
-        ("another kind of shard", "b: is of type Sharded; expected plain tensors and DTensors"),
-        ("two of one name", "a is float32 [2], and on rank 1 float32 [3]"),
         (
-            "numbers",
-            "lr: is of type float; expected plain tensors and DTensors; "
-            "steps: is of type list; expected plain tensors and DTensors",
+            "another kind of shard",
+            "b: is a Sharded with shards of its own; expected plain tensors and DTensors",
         ),
+        (
+            "a tensor that says its place",
+            "b: is a Tensor with shards of its own; expected plain tensors and DTensors",
+        ),
+        ("two of one name", "a is float32 [2], and on rank 1 float32 [3]"),
     ],
 )
 def test_a_state_that_cannot_be_saved_is_refused(pool, tmp_path, kind, expected):

@@ -8,35 +8,39 @@ What it is: a DTensor's placements say which part of the tensor each rank holds,
 decide alone what it writes. Where a tensor is replicated, the replicas take turns, so that each
 writes about as many bytes. Rank 0 needs the parts of all ranks only for the metadata. A large model
 is cut in about twenty ways, so a rank sends its part of each *cut* that it writes, and every n-th
-name, if n ranks hold the same tensors. In later saves it sends nothing, unless its tensors have
-changed. A load first compares names, shapes and dtypes, and reports everything that does not fit,
-including parts that are missing.
+name of the DTensors on a mesh of n ranks. Any other value, a plain tensor or one that DCP pickles,
+is reported by each rank that has it, and the lowest of them writes it. In later saves a rank sends
+nothing, unless its state has other names, shapes or placements. A load first compares names, shapes
+and dtypes, and reports everything that does not fit, including parts that are missing.
 Why it is here: DCP's default planner sends the whole plan of each rank to rank 0, which merges and
 checks it and sends it back. For a model of 405B parameters on 1,024 ranks that is half a gigabyte
 of pickles and minutes of Python (benchmarks/many_ranks.py).
-What it costs: in the first save less than 1 kB from each rank to rank 0, in the others nothing. DCP
+What it costs: in the first save a few kB from each rank to rank 0, in the others nothing. DCP
 itself sends the metadata from rank 0 to all ranks at the end of each save: 1 MB for that model.
 
 It serves any `dcp.save` and `dcp.load`, with any storage: nothing else of titanlite is imported.
-Conditions: all values are tensors, because a storage would have to pickle anything else; plain
-tensors are equal on all ranks; the process group has all ranks of the meshes, and is the same in
-all saves of a planner; ranks that hold the same tensors share a mesh. A planner keeps the tensors
-of the last save until the next one, or until `release`.
+Conditions: a DTensor is in the state of all ranks of its mesh; plain values of one name are equal;
+the process group has all ranks of the meshes, and is the same in all saves of a planner. A planner
+keeps the tensors of the last save until the next one, or until `release`. A pickled planner is a
+new one: it may go to another process that saves.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+import pickle
+import zlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -54,10 +58,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 Shape = tuple[int, ...]
+Paths = dict[str, tuple[str | int, ...]]  # name -> keys in the nested state dict
 MAX_PROBLEMS = 6  # lines of an error
 
 
@@ -79,29 +85,44 @@ class StateMismatch(ValueError):
 
 
 class Entry(NamedTuple):
-    """A tensor's row in a rank's table. Ranks that hold the same tensors have equal tables."""
+    """A value of the state, as it is reported to rank 0."""
 
     path: tuple[str | int, ...]  # keys in the nested state dict; joined by dots: the name
-    dtype: torch.dtype
-    shape: Shape
-    cut: int
+    dtype: torch.dtype | None  # None: not a tensor
+    shape: Shape = ()
+    cut: int = 0  # of a DTensor
 
 
-class Report(NamedTuple):
-    """The message of a rank to rank 0."""
+class Table(NamedTuple):
+    """The message of a rank about the DTensors on one mesh, whose ranks have the same entries."""
 
-    first: int  # the lowest rank that holds the same tensors
-    digest: str  # hash of the table
+    mesh: str  # hash of the mesh
+    digest: str  # hash of the entries
     num_entries: int
     entries: dict[int, Entry]  # row number -> some rows of the table
     chunks: list[tuple[int, Shape, Shape]]  # (cut, offsets, sizes) that this rank writes
 
 
-class Excluded(NamedTuple):
-    """Rank 0's answer: what a rank leaves out, because another one writes it."""
+class Report(NamedTuple):
+    """The message of a rank to rank 0. Its blocks are the tables, then the groups."""
 
-    names: tuple[str, ...] = ()
-    cuts: tuple[int, ...] = ()
+    tables: list[Table]
+    groups: list[bytes]  # `packed` entries of all other values, by their first key
+
+
+# Rank 0's answer to a report: for each block `packed` flags, one for each entry, whether the rank
+# writes it; b"" if it writes none
+Answer = list[bytes]
+
+
+def packed(values: Any) -> bytes:
+    """Pickles a part of a message, and compresses it: names have much in common."""
+    return zlib.compress(pickle.dumps(values))
+
+
+def unpacked(message: bytes) -> Any:
+    """Returns what `packed` has packed, on another rank of the same run."""
+    return pickle.loads(zlib.decompress(message))
 
 
 def grid_edges(shape: Sequence[int], boxes: Sequence[tuple[Shape, Shape]]) -> tuple[Shape, ...]:
@@ -170,22 +191,31 @@ class LocalParts:
     def of(self, state: dict[str, Any]) -> list[Part]:
         """Returns the parts of all tensors; the mesh of a DTensor may lack this rank.
 
-        Raises StateMismatch with everything that is not a tensor, or contradicts its placements.
+        Raises StateMismatch with every tensor of another sharded kind, or that contradicts its
+        placements.
         """
         parts = []
         problems = []
         for name, value in state.items():
-            if not is_supported(value):
-                kind = type(value).__name__
-                problems.append(f"{name}: is of type {kind}; expected plain tensors and DTensors")
-                continue
-            chunk = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.shape)
-            local = value.detach()
+            local = value
             if isinstance(value, DTensor):
                 if value.device_mesh.get_coordinate() is None:
                     continue
-                chunk = self._chunk(value)
                 local = value.to_local()
+            if has_own_shards(local):
+                kind = f"{type(local).__name__} with shards of its own"
+                problems.append(f"{name}: is a {kind}; expected plain tensors and DTensors")
+                continue
+            if not isinstance(local, Tensor):
+                continue
+            local = local.detach()
+            if isinstance(value, DTensor) and value.numel() == 0:
+                # No part of it has elements: it is saved whole, as a plain tensor
+                value = local.new_empty(value.shape)
+                local = value
+            chunk = whole_chunk(value.shape)
+            if isinstance(value, DTensor):
+                chunk = self._chunk(value)
             if local.shape != chunk.sizes:
                 by_placements = f"by its placements {tuple(chunk.sizes)}"
                 problems.append(f"{name}: holds {tuple(local.shape)}, and {by_placements}")
@@ -202,10 +232,20 @@ class LocalParts:
         return self._known[key]
 
 
-def is_supported(value: object) -> bool:
-    """Whether a value is a DTensor or a plain tensor; other sharded kinds are not supported."""
-    is_sharded = hasattr(value, "__create_write_items__") or hasattr(value, "local_shards")
-    return isinstance(value, DTensor) or (isinstance(value, Tensor) and not is_sharded)
+def has_own_shards(value: object) -> bool:
+    """Whether a value is sharded in another way than DTensors are: a ShardedTensor, a type with a
+    plan of its own, and from torch 2.14 on a CheckpointableTensor, a plain tensor with attributes.
+    """
+    # Read in the source of torch 2.15: distributed/checkpoint/protocol.py
+    attributes = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+    is_checkpointable = all(hasattr(value, attribute) for attribute in attributes)
+    has_plan = hasattr(value, "__create_write_items__") or hasattr(value, "local_shards")
+    return has_plan or (isinstance(value, Tensor) and is_checkpointable)
+
+
+def whole_chunk(shape: Sequence[int]) -> ChunkStorageMetadata:
+    """Returns the only chunk of a tensor that is not cut."""
+    return ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
 
 
 def replicas(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, int]:
@@ -230,6 +270,58 @@ def write_item(part: Part) -> WriteItem:
     return WriteItem(MetadataIndex(part.name, part.chunk.offsets), kind, tensor_data=data)
 
 
+def pickled_write_item(name: str) -> WriteItem:
+    """Builds DCP's description of a value that it pickles."""
+    return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+
+
+def table_of(
+    mesh: DeviceMesh, parts: list[Part], paths: Paths
+) -> tuple[Table, list[WriteItem | None]]:
+    """Returns the table of the DTensors on a mesh, and for each what this rank writes."""
+    entries: list[Entry] = []
+    items: list[WriteItem | None] = []
+    # Cuts are numbered in the order of the tensors, so all ranks use the same numbers
+    cuts: dict[Hashable, int] = {}
+    chunks: dict[int, ChunkStorageMetadata] = {}
+    written: dict[int, list[int]] = {}  # number of replicas -> bytes per replica
+    for part in parts:
+        value = part.value
+        assert isinstance(value, DTensor)
+        replica, count = replicas(mesh, value.placements)
+        # The replica with the fewest bytes so far writes this tensor
+        bytes_of = written.setdefault(count, [0] * count)
+        writer = bytes_of.index(min(bytes_of))
+        bytes_of[writer] += value.numel() * value.element_size()
+        # The writer is part of the key, because each part is reported by its writer
+        cut = cuts.setdefault((value.shape, value.placements, writer), len(cuts))
+        entries.append(Entry(paths[part.name], value.dtype, tuple(value.shape), cut))
+        item = None
+        if writer == replica and 0 not in part.chunk.sizes:  # uneven shards can be empty
+            item = write_item(part)
+            chunks[cut] = part.chunk
+        items.append(item)
+    place, size = replicas(mesh, [Replicate()] * mesh.ndim)  # of this rank in the mesh
+    own = range(place, len(entries), size)
+    table = Table(
+        digest_of_mesh(mesh),
+        digest_of(entries),
+        len(entries),
+        {row: entries[row] for row in own},
+        [(cut, tuple(chunk.offsets), tuple(chunk.sizes)) for cut, chunk in chunks.items()],
+    )
+    return table, items
+
+
+def digest_of(values: list[Any]) -> str:
+    """Computes a hash that is the same on all ranks."""
+    return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def digest_of_mesh(mesh: DeviceMesh) -> str:
+    return digest_of([mesh.device_type, mesh.mesh_dim_names, mesh.mesh.tolist()])
+
+
 class PlacementSavePlanner(DefaultSavePlanner):
     """Plans saves: one object for all saves of a run.
 
@@ -242,14 +334,17 @@ class PlacementSavePlanner(DefaultSavePlanner):
         self.writers: dict[str, list[int]] = {}
         self._local_parts = LocalParts()
         self._parts: list[Part] = []
-        self._locals: dict[str, Tensor] = {}  # tensors that this rank writes
-        self._signature: list[Hashable] = []  # describes the tensors that the plan is for
-        self._items: list[tuple[int, WriteItem]] = []  # (cut, item) that this rank writes
-        self._report = Report(0, "", 0, {}, [])
+        self._values: dict[str, Any] = {}  # name -> what a storage may write
+        self._signature: list[Hashable] = []  # describes the state that the plan is for
+        self._blocks: list[list[WriteItem | None]] = []  # what this rank may write of each block
+        self._report = Report([], [])
         self._reported = False  # whether rank 0 has used the report
         # On rank 0: what all ranks have reported, and the answers
         self._reports: list[Report] = []
-        self._answers: list[Excluded] = []
+        self._answers: list[Answer] = []
+
+    def __reduce__(self) -> tuple[type[PlacementSavePlanner], tuple[()]]:
+        return PlacementSavePlanner, ()
 
     def create_local_plan(self) -> SavePlan:
         """Returns a plan without items, whose `planner_data` is the report to rank 0.
@@ -257,63 +352,53 @@ class PlacementSavePlanner(DefaultSavePlanner):
         Raises StateMismatch.
         """
         self._parts = self._local_parts.of(self.state_dict)
-        signature = [part.signature for part in self._parts]
+        self._values = pickled_values(self.state_dict)
+        signature: list[Hashable] = [part.signature for part in self._parts]
+        signature += self._values
         if signature != self._signature:
             self._plan()
             self._signature = signature
             self._reported = False
+        self._values |= {part.name: part.local for part in self._parts}
         return SavePlan([], planner_data=None if self._reported else self._report)
 
     def _plan(self) -> None:
-        """Decides what this rank writes, and what it reports."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        holders = [rank]  # the ranks that hold the same tensors
-        meshes = {part.value.device_mesh for part in self._parts if isinstance(part.value, DTensor)}
-        if meshes:
-            largest = max(meshes, key=DeviceMesh.size)
-            holders = sorted(largest.mesh.flatten().tolist())
-        table: list[Entry] = []
-        self._items = []
-        # Cuts are numbered in the order of the tensors, so all holders use the same numbers
-        cuts: dict[Hashable, int] = {}
-        written: dict[int, list[int]] = {}  # number of replicas -> bytes per replica
+        """Decides what this rank may write, and what it reports."""
+        on_mesh: dict[DeviceMesh, list[Part]] = {}
+        others: list[tuple[Entry, WriteItem]] = []
         for part in self._parts:
-            value = part.value
-            if isinstance(value, DTensor):
-                replica, count = replicas(value.device_mesh, value.placements)
-                # The replica with the fewest bytes so far writes this tensor
-                bytes_of = written.setdefault(count, [0] * count)
-                writer = bytes_of.index(min(bytes_of))
-                bytes_of[writer] += value.numel() * value.element_size()
-                writes = writer == replica
-                # The writer is part of the key, because each part is reported by its writer
-                key: Hashable = (value.shape, value.device_mesh, value.placements, writer)
+            if isinstance(part.value, DTensor):
+                on_mesh.setdefault(part.value.device_mesh, []).append(part)
             else:
-                writes = rank == holders[0]
-                key = value.shape
-            cut = cuts.setdefault(key, len(cuts))
-            table.append(Entry(self.mappings[part.name], value.dtype, tuple(value.shape), cut))
-            if writes and 0 not in part.chunk.sizes:  # uneven shards can be empty
-                self._items.append((cut, write_item(part)))
-        chunks = {}  # cut -> chunk, which all tensors of a cut share
-        for cut, item in self._items:
-            assert item.tensor_data is not None
-            chunks[cut] = item.tensor_data.chunk
-        own = range(holders.index(rank), len(table), len(holders))  # the holders share the table
-        self._report = Report(
-            holders[0],
-            hashlib.sha256(repr(table).encode()).hexdigest(),
-            len(table),
-            {place: table[place] for place in own},
-            [(cut, tuple(chunk.offsets), tuple(chunk.sizes)) for cut, chunk in chunks.items()],
-        )
+                entry = Entry(self.mappings[part.name], part.value.dtype, tuple(part.value.shape))
+                others.append((entry, write_item(part)))
+        for name in self._values:
+            others.append((Entry(self.mappings[name], None), pickled_write_item(name)))
+        # Grouped by the first key: a rank's own keys, as those of its data loader, are then not
+        # among the many that all ranks have, and rank 0 looks at each of these once
+        groups: dict[str | int, list[tuple[Entry, WriteItem]]] = {}
+        for entry, item in others:
+            first = entry.path[0] if len(entry.path) > 1 else ""
+            groups.setdefault(first, []).append((entry, item))
+
+        self._report = Report([], [])
+        self._blocks = []
+        for mesh, parts in on_mesh.items():
+            table, items = table_of(mesh, parts, self.mappings)
+            self._report.tables.append(table)
+            self._blocks.append(items)
+        for group in groups.values():
+            self._report.groups.append(packed([entry for entry, _ in group]))
+            self._blocks.append([item for _, item in group])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Runs on rank 0: returns for each rank a plan with what it leaves out, and the metadata.
+        """Runs on rank 0: returns for each rank a plan with what it writes, and the metadata.
 
         Raises StateMismatch if the parts of a tensor do not cover it, or overlap: such a checkpoint
         could not be loaded.
         """
+        if len(all_plans) == 1:
+            return self._plan_alone(all_plans[0])
         sent: list[Report | None] = [plan.planner_data for plan in all_plans]
         if any(report is not None for report in sent):
             reports = []
@@ -328,26 +413,40 @@ class PlacementSavePlanner(DefaultSavePlanner):
         plans = [SavePlan([], planner_data=answer) for answer in self._answers]
         return plans, dataclasses.replace(self.metadata)  # a storage adds its own data
 
+    def _plan_alone(self, plan: SavePlan) -> tuple[list[SavePlan], Metadata]:
+        """Plans to write all that this rank holds: it is the only one, or saves without the others
+        (`no_dist`, `use_collectives=False`).
+        """
+        items = [write_item(part) for part in self._parts]
+        self.writers = {item.index.fqn: [0] for item in items}
+        items += [pickled_write_item(name) for name in pickled_values(self.state_dict)]
+        plans, metadata = create_default_global_save_plan(
+            [dataclasses.replace(plan, items=items, planner_data=None)]
+        )
+        return plans, dataclasses.replace(metadata, planner_data=self.mappings)
+
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Returns the plan of what this rank writes."""
+        if new_plan.planner_data is None:
+            return new_plan
         self._reported = True
-        self._locals = {part.name: part.local for part in self._parts}
-        excluded: Excluded = new_plan.planner_data
+        answer: Answer = new_plan.planner_data
         items = []
-        for cut, item in self._items:
-            if cut not in excluded.cuts and item.index.fqn not in excluded.names:
-                items.append(item)
+        for block, flags in zip(self._blocks, answer, strict=True):
+            if flags:
+                writes = unpacked(flags)
+                items += [item for item in itertools.compress(block, writes) if item is not None]
         return dataclasses.replace(new_plan, items=items)
 
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Returns this rank's part of a tensor."""
-        return self._locals[index.fqn]
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Returns this rank's part of a tensor, or a value that is pickled."""
+        return self._values[index.fqn]
 
     def release(self) -> None:
         """Drops the tensors of the last save, but not its plan: a caller may want to free them."""
         self.state_dict = {}
         self._parts = []
-        self._locals = {}
+        self._values = {}
 
 
 class Cut(NamedTuple):
@@ -357,93 +456,123 @@ class Cut(NamedTuple):
     writers: list[int]
 
 
-def combined(
-    reports: list[Report],
-) -> tuple[Metadata, dict[str, list[int]], list[Excluded]]:
+class Merged:
+    """The values of all ranks, each of which is added once."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self.paths: Paths = {}
+        self.writers: dict[str, list[int]] = {}
+        self._properties: dict[torch.dtype, TensorProperties] = {}
+
+    def add(self, entry: Entry, cut: Cut, rank: int) -> bool:
+        """Adds a value that this rank has reported. Returns whether no earlier rank has it.
+
+        Raises StateMismatch if an earlier rank has another dtype or shape under its name.
+        """
+        name = ".".join(map(str, entry.path))
+        known = self.values.get(name)
+        value: TensorStorageMetadata | BytesStorageMetadata = BytesStorageMetadata()
+        if entry.dtype is not None:
+            properties = self._properties.setdefault(entry.dtype, TensorProperties(entry.dtype))
+            value = TensorStorageMetadata(properties, torch.Size(entry.shape), cut.chunks)
+        if known is not None:  # a tied embedding, a plain tensor, a copy on another mesh
+            if described(known) != described(value):
+                raise StateMismatch(
+                    [f"{name} is {described(known)}, and on rank {rank} {described(value)}"]
+                )
+            return False
+        self.values[name] = value
+        self.paths[name] = entry.path
+        if entry.dtype is not None:
+            self.writers[name] = cut.writers
+        return True
+
+
+def combined(reports: list[Report]) -> tuple[Metadata, dict[str, list[int]], list[Answer]]:
     """Combines the reports of all ranks into the metadata, the writers of each tensor's chunks, and
-    what each rank leaves out. Raises StateMismatch.
+    the answer to each rank. Raises StateMismatch.
     """
-    cuts, doubled = reported_cuts(reports)
-    covered: dict[tuple[int, int], tuple[int, ...]] = {}  # cut -> the last shape compared with it
-    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    paths: dict[str, tuple[str | int, ...]] = {}
-    writers: dict[str, list[int]] = {}
-    dtypes: dict[torch.dtype, TensorProperties] = {}
-    shared: dict[int, list[str]] = {}  # first rank -> tensors that earlier holders write
-    for first, table in sorted(reported_tables(reports).items()):
-        shared[first] = []
-        for _, entry in sorted(table.items()):
-            name = ".".join(map(str, entry.path))
-            shape = torch.Size(entry.shape)
-            if name in tensors:  # a tied embedding, a plain tensor
-                other = tensors[name]
-                assert isinstance(other, TensorStorageMetadata)
-                if (other.properties.dtype, other.size) != (entry.dtype, shape):
-                    kinds = described(other.properties.dtype, other.size)
-                    raise StateMismatch(
-                        [f"{name} is {kinds}, and on rank {first} {described(entry.dtype, shape)}"]
-                    )
-                shared[first].append(name)
-                continue
-            key = (first, entry.cut)
-            cut = cuts.get(key, Cut([], []))
-            if covered.get(key) != entry.shape:
-                boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in cut.chunks]
-                try:
-                    grid_edges(entry.shape, boxes)
-                except ValueError as error:
-                    raise StateMismatch([f"{name} of shape {list(shape)}: {error}"]) from None
-                covered[key] = entry.shape
-            properties = dtypes.setdefault(entry.dtype, TensorProperties(entry.dtype))
-            tensors[name] = TensorStorageMetadata(properties, shape, cut.chunks)
-            paths[name] = entry.path
-            writers[name] = cut.writers
+    merged = Merged()
+    cuts = reported_cuts(reports)
+    of_mesh: dict[str, bytes] = {}  # hash of a mesh -> the answer for its table
+    for mesh, (first, entries) in reported_tables(reports).items():
+        covered: dict[int, Shape] = {}  # cut -> the last shape compared with it
+        flags = []
+        for _, entry in sorted(entries.items()):
+            cut = cuts.get((mesh, entry.cut), Cut([], []))
+            if covered.get(entry.cut) != entry.shape:
+                require_whole(entry, cut)
+                covered[entry.cut] = entry.shape
+            flags.append(merged.add(entry, cut, first))
+        of_mesh[mesh] = packed(flags)
+
     answers = []
+    known: set[bytes] = set()
     for rank, report in enumerate(reports):
-        answers.append(Excluded(tuple(shared[report.first]), tuple(doubled[rank])))
-    return Metadata(tensors, planner_data=paths), writers, answers
+        answer = [of_mesh[table.mesh] for table in report.tables]
+        for group in report.groups:
+            if group in known:  # as an earlier rank has it
+                answer.append(b"")
+                continue
+            known.add(group)
+            flags = []
+            for entry in unpacked(group):
+                flags.append(merged.add(entry, Cut([whole_chunk(entry.shape)], [rank]), rank))
+            answer.append(packed(flags))
+        answers.append(answer)
+    return Metadata(merged.values, planner_data=merged.paths), merged.writers, answers
 
 
-def reported_tables(reports: list[Report]) -> dict[int, dict[int, Entry]]:
-    """Joins the reported parts of each table: first rank -> table. Raises StateMismatch."""
-    tables: dict[int, dict[int, Entry]] = {}
-    compared: dict[int, int] = {}  # first rank -> the report to compare others with
+def require_whole(entry: Entry, cut: Cut) -> None:
+    """Raises StateMismatch if the chunks do not cover the tensor, or overlap."""
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in cut.chunks]
+    try:
+        grid_edges(entry.shape, boxes)
+    except ValueError as error:
+        name = ".".join(map(str, entry.path))
+        raise StateMismatch([f"{name} of shape {list(entry.shape)}: {error}"]) from None
+
+
+def reported_tables(reports: list[Report]) -> dict[str, tuple[int, dict[int, Entry]]]:
+    """Joins the reported parts of each table: hash of the mesh -> the first rank that has reported
+    it, and its entries. Raises StateMismatch.
+    """
+    tables: dict[str, tuple[int, dict[int, Entry]]] = {}
+    expected: dict[str, Table] = {}  # the first reported
     for rank, report in enumerate(reports):
-        tables.setdefault(report.first, {}).update(report.entries)
-        other = compared.setdefault(report.first, rank)
-        if report.digest != reports[other].digest:
-            raise StateMismatch([f"ranks {other} and {rank} hold other tensors on the same mesh"])
-    for first, table in tables.items():
-        if len(table) != reports[compared[first]].num_entries:
+        for table in report.tables:
+            first, entries = tables.setdefault(table.mesh, (rank, {}))
+            entries.update(table.entries)
+            if table.digest != expected.setdefault(table.mesh, table).digest:
+                raise StateMismatch(
+                    [f"ranks {first} and {rank} hold other tensors on the same mesh"]
+                )
+    for mesh, (first, entries) in tables.items():
+        if len(entries) != expected[mesh].num_entries:
             raise StateMismatch([f"not all ranks of the mesh of rank {first} take part"])
     return tables
 
 
-def reported_cuts(reports: list[Report]) -> tuple[dict[tuple[int, int], Cut], list[list[int]]]:
-    """Returns the cuts by (first rank, number), and for each rank the numbers of cuts whose part a
-    lower rank writes: a tensor can lie on a part of the mesh, and other ranks then have a copy.
-    """
-    cuts: dict[tuple[int, int], Cut] = {}
-    doubled: list[list[int]] = [[] for _ in reports]
-    known: set[tuple[int, int, Shape]] = set()
+def reported_cuts(reports: list[Report]) -> dict[tuple[str, int], Cut]:
+    """Returns the cuts by the hash of their mesh and their number."""
+    cuts: dict[tuple[str, int], Cut] = {}
     for rank, report in enumerate(reports):
-        for number, offsets, sizes in report.chunks:
-            place = (report.first, number, offsets)
-            if place in known:
-                doubled[rank].append(number)
-                continue
-            known.add(place)
-            cut = cuts.setdefault((report.first, number), Cut([], []))
-            cut.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            cut.writers.append(rank)
-    return cuts, doubled
+        for table in report.tables:
+            for number, offsets, sizes in table.chunks:
+                cut = cuts.setdefault((table.mesh, number), Cut([], []))
+                cut.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                cut.writers.append(rank)
+    return cuts
 
 
 class PlacementLoadPlanner(DefaultLoadPlanner):
     """Plans a load, and compares everything before anything is read.
 
     A floating-point tensor may be saved in another precision: it is converted. DCP's own planner
-    converts any dtype to any other without a message.
+    converts any dtype to any other without a message. A value that DCP pickles is read with
+    `weights_only=True`, as numbers, text, bytes, tensors and lists and dicts of these: another one
+    could run code.
     """
 
     def create_local_plan(self) -> LoadPlan:
@@ -454,8 +583,16 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         self._items: list[ReadItem] = []
         self._locals: dict[str, Tensor] = {}
-        known: dict[Hashable, list[Overlap]] = {}  # many tensors share a list of chunks
+        known: dict[Hashable, list[ReadItem]] = {}  # many tensors share a list of chunks
         problems = []
+        for name in pickled_values(self.state_dict):
+            saved = self.metadata.state_dict_metadata.get(name)
+            if isinstance(saved, BytesStorageMetadata):
+                self._items.append(pickled_read_item(name))
+            elif saved is not None:
+                problems.append(f"{name} is {described(saved)}; expected no tensor")
+            elif not self.allow_partial_load:
+                problems.append(f"has no {name}")
         for part in LocalParts().of(self.state_dict):
             saved = self.metadata.state_dict_metadata.get(part.name)
             if saved is None and self.allow_partial_load:
@@ -467,9 +604,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             assert isinstance(saved, TensorStorageMetadata)
             key = (id(saved.chunks), part.chunk.offsets, part.chunk.sizes)
             if key not in known:
-                known[key] = list(overlapping(saved.chunks, part.chunk))
-            overlaps = known[key]
-            found = sum(overlap.lengths.numel() for overlap in overlaps)
+                known[key] = create_read_items_for_chunk_list(part.name, saved, [part.chunk])
+            items = known[key]
+            found = sum(item.lengths.numel() for item in items)
             needed = part.chunk.sizes.numel()
             if found != needed:
                 place = f"{list(part.chunk.sizes)} at {list(part.chunk.offsets)}"
@@ -479,7 +616,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 )
                 continue
             self._locals[part.name] = part.local
-            self._items += [read_item(part, overlap) for overlap in overlaps]
+            self._items += [renamed(item, part.name) for item in items]
         if problems:
             raise StateMismatch(problems)
         return LoadPlan([])
@@ -492,62 +629,67 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         """Returns this rank's part of a tensor."""
         return self._locals[index.fqn]
 
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Sets a value that was pickled. Raises StateMismatch if it may run code."""
+        name = read_item.dest_index.fqn
+        try:
+            loaded = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            reason = str(error).splitlines()[0]
+            problem = f"{name}: is not read, because it may run code: {reason}"
+            raise StateMismatch([problem]) from None
+        *parents, last = self.mappings[name]
+        container = self.original_state_dict
+        for key in parents:
+            container = container[own_key(container, key)]
+        container[own_key(container, last)] = loaded
 
-def read_item(part: Part, overlap: Overlap) -> ReadItem:
-    """Builds DCP's description of what is read from a chunk."""
-    return ReadItem(
-        LoadItemType.TENSOR,
-        MetadataIndex(part.name, part.chunk.offsets),
-        overlap.in_part,
-        MetadataIndex(part.name, overlap.chunk.offsets, overlap.number),
-        overlap.in_chunk,
-        overlap.lengths,
+
+def own_key(container: Any, key: str | int) -> Any:
+    """Returns a key of a dict or list from DCP's path, which has all keys of dicts as text."""
+    if not isinstance(container, Mapping) or key in container:
+        return key
+    return next(own for own in container if str(own) == key)
+
+
+def pickled_values(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values that DCP pickles: all that are not tensors."""
+    return {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+
+
+def pickled_read_item(name: str) -> ReadItem:
+    """Builds DCP's description of a pickled value that is read."""
+    index = MetadataIndex(name)
+    nothing = torch.Size([0])
+    return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+
+
+def renamed(item: ReadItem, name: str) -> ReadItem:
+    """Returns the same item for a tensor of another name that is cut alike."""
+    return dataclasses.replace(
+        item,
+        dest_index=dataclasses.replace(item.dest_index, fqn=name),
+        storage_index=dataclasses.replace(item.storage_index, fqn=name),
     )
 
 
-def difference(part: Part, saved: object) -> str:
+def difference(part: Part, saved: TensorStorageMetadata | BytesStorageMetadata | None) -> str:
     """Describes what is wrong with a tensor of the checkpoint; "" if nothing is."""
     if saved is None:
         return f"has no {part.name}"
-    if not isinstance(saved, TensorStorageMetadata):
-        return f"{part.name} is not a tensor"
-    saved_dtype = saved.properties.dtype
-    both_float = saved_dtype.is_floating_point and part.value.is_floating_point()
-    if saved.size == part.value.shape and (both_float or saved_dtype == part.value.dtype):
-        return ""
-    found = described(saved_dtype, saved.size)
-    return f"{part.name} is {found}; expected {described(part.value.dtype, part.value.shape)}"
+    expected = described(part.value)
+    if isinstance(saved, TensorStorageMetadata):
+        dtype = saved.properties.dtype
+        both_float = dtype.is_floating_point and part.value.is_floating_point()
+        if saved.size == part.value.shape and (both_float or dtype == part.value.dtype):
+            return ""
+    return f"{part.name} is {described(saved)}; expected {expected}"
 
 
-def described(dtype: torch.dtype, shape: torch.Size) -> str:
+def described(value: Tensor | TensorStorageMetadata | BytesStorageMetadata) -> str:
+    """Describes a value's dtype and shape: "float32 [2, 3]"."""
+    if isinstance(value, BytesStorageMetadata):
+        return "no tensor"
+    dtype = value.dtype if isinstance(value, Tensor) else value.properties.dtype
+    shape = value.shape if isinstance(value, Tensor) else value.size
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
-
-
-class Overlap(NamedTuple):
-    """The intersection of a saved chunk and a part of a tensor."""
-
-    chunk: ChunkStorageMetadata
-    number: int  # the chunk's index in the tensor's list
-    in_chunk: torch.Size  # offsets of the intersection
-    in_part: torch.Size
-    lengths: torch.Size
-
-
-def overlapping(
-    chunks: Sequence[ChunkStorageMetadata], part: ChunkStorageMetadata
-) -> Iterator[Overlap]:
-    """Lists the intersections of the chunks with a part of the tensor."""
-    for number, chunk in enumerate(chunks):
-        in_chunk = []
-        in_part = []
-        lengths = []
-        for chunk_start, chunk_size, start, size in zip(
-            chunk.offsets, chunk.sizes, part.offsets, part.sizes, strict=True
-        ):
-            first = max(chunk_start, start)
-            in_chunk.append(first - chunk_start)
-            in_part.append(first - start)
-            lengths.append(min(chunk_start + chunk_size, start + size) - first)
-        if all(length > 0 for length in lengths):
-            sizes = torch.Size(lengths)
-            yield Overlap(chunk, number, torch.Size(in_chunk), torch.Size(in_part), sizes)

@@ -66,7 +66,7 @@ from titanlite.checkpoint.manifest import (
     TensorEntry,
     to_text,
 )
-from titanlite.checkpoint.planner import PlacementSavePlanner, StateMismatch
+from titanlite.checkpoint.planner import PlacementSavePlanner, StateMismatch, pickled_values
 from titanlite.checkpoint.shard_file import Shard, ShardFile, Written, write_files
 from titanlite.distributed.agreement import is_alone
 from titanlite.runtime.errors import ConfigError, shortened
@@ -119,6 +119,14 @@ class StepWriter(StorageWriter):
             raise RuntimeError(reason(self.failure))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Raises StateMismatch for values that are no tensors: nothing here is pickled."""
+        problems = []
+        for name, value in pickled_values(self.planner.state_dict).items():
+            problems.append(
+                f"{name}: is of type {type(value).__name__}; expected plain tensors and DTensors"
+            )
+        if problems:
+            raise StateMismatch(problems)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -183,10 +191,10 @@ class StepWriter(StorageWriter):
 def cpu_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
     """Returns an item's tensor on the CPU. Raises TypeError if safetensors lacks its dtype."""
     value = planner.resolve_data(item)
-    dtype = value.dtype if isinstance(value, Tensor) else type(value)
-    if not isinstance(value, Tensor) or dtype not in DTYPE_NAMES:
+    assert isinstance(value, Tensor)
+    if value.dtype not in DTYPE_NAMES:
         allowed = ", ".join(map(str, DTYPE_NAMES))
-        raise TypeError(f"{item.index.fqn}: is {dtype}; a safetensors file holds {allowed}")
+        raise TypeError(f"{item.index.fqn}: is {value.dtype}; a safetensors file holds {allowed}")
     return value.cpu().contiguous()
 
 
