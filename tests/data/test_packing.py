@@ -14,7 +14,7 @@ from messages import refused
 from text_in_memory import Documents
 
 from titanlite.data.packing import PackedRows, best_fit
-from titanlite.data.rows import IGNORED, read_batch
+from titanlite.data.rows import IGNORED, count_tokens, read_batch
 
 
 def one_by_one(lengths: np.ndarray, capacity: int) -> list[int]:
@@ -82,10 +82,16 @@ def test_shares_of_padding_and_of_cut_documents(caplog):
     # rows: 11 | 6 + 5 | a window of the document of 12 | its last 2 tokens + 3
     assert rows.count == 4
     assert rows.cut == 0.2
-    assert rows.padding == pytest.approx(1 - (10 + 5 + 4 + 10 + 1 + 2) / 40)
+    assert rows.padding == 1 - (10 + 10 + 10 + 5) / 40
     assert "training text: 5 documents" in caplog.text
-    assert "20.00% of the positions" in caplog.text
+    assert "12.50% of the positions are padding" in caplog.text
     assert "1 documents (20.00%) are longer than a row and cut" in caplog.text
+    full = read_batch([(rows, 0), (rows, 1), (rows, 2)], 10, document_mask=False)
+    assert full.padding is None
+    batch = read_batch([(rows, 3), None, (rows, 0)], 10, document_mask=False)
+    assert batch.padding.tolist() == [[False] * 5 + [True] * 5, [True] * 10, [False] * 10]
+    assert batch.tokens[batch.padding].unique().tolist() == [0]
+    assert int(count_tokens([batch, full])) == 5 + 10 + 3 * 10
 
 
 def test_tokens_that_may_not_be_targets():

@@ -78,12 +78,11 @@ def stream(
 
 
 def test_labels_are_the_next_tokens():
-    tokens, labels, positions, dropout_keys = stream().next_step()[0]
+    tokens, labels, *others = stream().next_step()[0]
     assert tokens.shape == labels.shape == (2, 10)
     assert (labels == tokens + 1).all()
     assert (tokens[:, 0] % 10 == 0).all()
-    assert positions is None
-    assert dropout_keys is None
+    assert others == [None] * 3
 
 
 def keys_of(world: int, local: int, steps: int, seed: int = 0, excluded: int = 0) -> torch.Tensor:

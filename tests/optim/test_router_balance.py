@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from model_builder import SMALL, small_model
 from torch.utils.checkpoint import checkpoint
 
@@ -58,21 +59,28 @@ def equal_loads() -> dict[str, torch.Tensor]:
     return {str(i): torch.full((4,), 0.5) for i in range(EXPERTS.num_layers)}
 
 
-def take_step(recomputed: bool) -> list[tuple]:
-    """Takes two steps of the router's loss alone; returns gradients, loads and columns of each."""
+def take_step(recomputed: bool, num_padding: int = 0) -> list[tuple]:
+    """Takes two steps of the router's loss alone; returns gradients, loads and columns of each.
+
+    `num_padding`: positions without a token, at the end of each sequence.
+    """
+    length = 8 + num_padding
+    padding = (torch.arange(length) >= 8).expand(2, length)
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1), 60)
-    model = small_model(config=EXPERTS)
+    model = small_model(length, config=EXPERTS)
     balance = RouterBalance([model], WEIGHT, mesh, CPU)
     if recomputed:
         for block in model.layers.values():
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     results = []
     for _ in range(2):
-        balance.start_step(3 * 16, 1.0)
+        balance.start_step(torch.tensor(3 * 16), 1.0)
         with torch.no_grad():
             model(local_batches()[0])  # an evaluation counts nothing
         for tokens in local_batches():
-            (0.0 * model(tokens).sum()).backward()
+            tokens = F.pad(tokens, (0, num_padding))
+            block_inputs = {"padding": padding} if num_padding else {}
+            (0.0 * model(tokens, **block_inputs).sum()).backward()
         balance.finish_step()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         loads = {name: value.clone() for name, value in balance.state_dict().items()}
@@ -81,11 +89,12 @@ def take_step(recomputed: bool) -> list[tuple]:
     return results
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize(("recomputed", "num_padding"), [(False, 0), (True, 0), (True, 5)])
 def test_the_gradient_is_that_of_the_definition_with_the_counts_of_the_step_before(
-    pool, recomputed
+    pool, recomputed, num_padding
 ):
-    ((first, second),) = pool.run(1, take_step, recomputed)
+    """Padding changes neither gradients nor loads."""
+    ((first, second),) = pool.run(1, take_step, recomputed, num_padding)
     nothing, loads, loss = by_definition(equal_loads())
     for name, gradient in first[0].items():  # of equal loads
         assert float(gradient.abs().max()) < 1e-8, name
@@ -113,7 +122,7 @@ def with_frozen_blocks() -> dict:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("layers.2"))
     balance = RouterBalance([model], 0.0, Mesh("cpu", dict.fromkeys(AXES, 1), 60), CPU)
-    balance.start_step(16, 1.0)
+    balance.start_step(torch.tensor(16), 1.0)
     model(local_batches()[0]).sum().backward()
     balance.finish_step()
     return balance.columns()
@@ -125,7 +134,7 @@ def test_without_experts_there_is_nothing(pool):
 
 def of_a_dense_model() -> tuple[dict, dict]:
     balance = RouterBalance([small_model()], WEIGHT, Mesh("cpu", dict.fromkeys(AXES, 1), 60), CPU)
-    balance.start_step(16, 1.0)
+    balance.start_step(torch.tensor(16), 1.0)
     balance.finish_step()
     return balance.state_dict(), balance.columns()
 

@@ -55,13 +55,13 @@ class PackedRows:
             raise ConfigError(
                 f"data.packing = best_fit: the {description} has no document of two tokens or more"
             )
-        targets = self.num_windows * seq_len + int((self.lengths - 1).sum())
-        self.padding = 1 - targets / (self.count * seq_len)
+        used = self.num_windows * seq_len + self.packed_tokens
+        self.padding = 1 - used / (self.count * seq_len)
         is_cut = lengths > seq_len + 1
         self.cut = float(is_cut.mean())
         logger.info(
             f"{description}: {len(starts):,} documents packed into {self.count:,} rows of "
-            f"{seq_len} tokens; {100 * self.padding:.2f}% of the positions have no target, "
+            f"{seq_len} tokens; {100 * self.padding:.2f}% of the positions are padding, "
             f"{is_cut.sum():,} documents ({100 * self.cut:.2f}%) are longer than a row and cut"
         )
 
@@ -73,21 +73,21 @@ class PackedRows:
         self.starts = starts[by_row]
         self.lengths = lengths[by_row]
         self.ends = np.cumsum(np.bincount(rows))  # end of each row's pieces in `starts`
+        num_tokens = np.bincount(rows, weights=lengths)  # of each row
+        # The last token of a full row is a label only
+        self.packed_tokens = int(num_tokens.clip(max=self.seq_len).sum())
         self.count = self.num_windows + len(self.ends)
 
     def fill(self, index: int, ids: Array, ignored: Array, document_mask: bool) -> Array:
-        """Fills a row (see `Rows.fill`); returns where later pieces and the padding start."""
-        ignored[:] = True
+        """Writes row `index`: see `Rows.fill`. Padding counts as another document."""
         offset = 0
         starts = []
         for start, length in self._pieces(index):
             ids[offset : offset + length] = self.tokens.read(start, length)
-            labels = slice(offset, offset + length - 1)
-            ignored[labels] = False
             if self.masked:
                 targets = self.tokens.targets(start + 1, length - 1)
                 assert targets is not None
-                np.logical_not(targets, out=ignored[labels])
+                np.logical_not(targets, out=ignored[offset : offset + length - 1])
             offset += length
             starts.append(offset)  # the next document or the padding starts here
         return np.array(starts)

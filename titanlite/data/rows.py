@@ -2,7 +2,8 @@
 
 What it is: the tokens of a source are cut into rows of S + 1 tokens: windows one after the other
 (`Windows`), or whole documents packed together (`packing.py`). A row has S inputs and S labels, so
-neighbouring windows overlap by one token. `read_batch` reads rows of any sources into a batch.
+neighbouring windows overlap by one token. `read_batch` reads rows of any sources into a batch. What
+a row leaves empty is padding: no token, in whatever counts tokens.
 What it costs: a copy of the tokens from the memory map.
 """
 
@@ -19,7 +20,8 @@ from titanlite.data.packing import PackedRows
 from titanlite.data.shards import Array, Tokens
 from titanlite.runtime.errors import ConfigError
 
-# The label of a position without a target: the default ignore_index of torch's cross entropy
+# The label of a position without a target: the default ignore_index of torch's cross entropy. In
+# the ids of a row: a place without a token
 IGNORED = -100
 
 
@@ -31,21 +33,28 @@ class Batch(NamedTuple):
     document, or in the part of it that the row has. It is 0 where a document or the row starts.
     dropout_keys (B, S), int64, only for training with `lora.dropout`: a hash of seed, sample and
     place in the row, on which the token's masks depend.
+    padding (B, S), bool, only if there is some: True where `tokens` has 0 in place of a token.
     """
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor | None = None
     dropout_keys: Tensor | None = None
+    padding: Tensor | None = None
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Returns the batch with the function applied to each tensor."""
-        batch = Batch(function(self.tokens), function(self.labels))
-        if self.positions is not None:
-            batch = batch._replace(positions=function(self.positions))
-        if self.dropout_keys is not None:
-            batch = batch._replace(dropout_keys=function(self.dropout_keys))
-        return batch
+        return Batch._make(None if tensor is None else function(tensor) for tensor in self)
+
+
+def count_tokens(batches: list[Batch]) -> Tensor:
+    """Counts the positions that are not padding in all these batches: a scalar, int64."""
+    count = batches[0].tokens.new_zeros(())
+    for batch in batches:
+        count += batch.tokens.numel()
+        if batch.padding is not None:
+            count -= batch.padding.sum()
+    return count
 
 
 def count_targets(batches: list[Batch]) -> Tensor:
@@ -64,8 +73,9 @@ class Rows(Protocol):
     def fill(self, index: int, ids: Array, ignored: Array, document_mask: bool) -> Array | None:
         """Writes row `index` to ids (S + 1,), and to ignored (S,) which labels are not targets.
 
-        `ignored` is all False at the call. With `document_mask`, returns the indices in the row
-        at which documents start.
+        `ignored` is all False at the call. Ids that are not written are padding. Returns the
+        indices at which documents start: their first tokens are not targets. It may return None
+        without `document_mask`, if a document is predicted from the one before it.
         """
 
 
@@ -97,9 +107,7 @@ class Windows:
             np.logical_not(targets, out=ignored)
         if not document_mask:
             return None
-        starts = self.tokens.document_starts(start + 1, start + self.seq_len + 1) - start
-        ignored[starts - 1] = True  # the label would be the first token of another document
-        return starts
+        return self.tokens.document_starts(start + 1, start + self.seq_len + 1) - start
 
 
 def _too_short(num_tokens: int, seq_len: int, description: str) -> str:
@@ -130,25 +138,32 @@ def document_positions(starts: Array, seq_len: int) -> Array:
 def read_batch(
     picks: Sequence[tuple[Rows, int] | None], seq_len: int, document_mask: bool
 ) -> Batch:
-    """Reads these rows; None gives a row without targets, so that every process gets a batch."""
+    """Reads these rows; None gives a row of padding, so that every process gets a batch."""
     size = len(picks)  # B
-    ids = np.zeros((size, seq_len + 1), dtype=np.int64)
+    ids = np.full((size, seq_len + 1), IGNORED, dtype=np.int64)
     ignored = np.zeros((size, seq_len), dtype=bool)
     positions = np.tile(np.arange(seq_len), (size, 1))
     for b, pick in enumerate(picks):
         if pick is None:
-            ignored[b] = True
             continue
         rows, index = pick
         starts = rows.fill(index, ids[b], ignored[b], document_mask)
-        if document_mask and starts is not None:
+        if starts is None:
+            continue
+        later = starts[(starts > 0) & (starts <= seq_len)]
+        ignored[b, later - 1] = True  # the label would be the first token of another document
+        if document_mask:
             positions[b] = document_positions(starts, seq_len)
     labels = ids[:, 1:].copy()  # (B, S)
     np.putmask(labels, ignored, IGNORED)
     tokens = ids[:, :-1].copy()  # (B, S)
+    padding = tokens == IGNORED
+    tokens[padding] = 0
     batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
     if document_mask:
         batch = batch._replace(positions=torch.from_numpy(positions))
+    if padding.any():
+        batch = batch._replace(padding=torch.from_numpy(padding))
     return batch
 
 

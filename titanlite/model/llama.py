@@ -210,10 +210,16 @@ class TransformerBlock(nn.Module):
         self.feed_forward = MixtureOfExperts(config) if config.num_experts else FeedForward(config)
 
     def forward(
-        self, x: Tensor, rope: Tensor, mask: Mask | None = None, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        rope: Tensor,
+        mask: Mask | None = None,
+        cache: LayerCache | None = None,
+        **routing: Tensor,
     ) -> Tensor:
+        """`routing`: further arguments of a mixture of experts (`padding`)."""
         x = x + self.attention(self.attention_norm(x), rope, mask, cache)
-        return x + self.feed_forward(self.ffn_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x), **routing)
 
 
 class TiedOutput(nn.Module):
@@ -279,7 +285,8 @@ class Llama(nn.Module):
         If rows hold several documents, pass `positions` (B, S), which replace `start`, and
         `documents` (B, S), the number of each token's document: attention stays within a document.
         With cp and a window, pass `documents` of zeros and no `positions`.
-        `block_inputs`: further arguments for blocks that `parallel/` has changed to take them.
+        `block_inputs`: further arguments for blocks: `padding` (B, S), with experts, and those that
+        `parallel/` has changed them to take.
         """
         rope = self.rope[start:] if positions is None else rope_table(self.config, positions)
         masks = self.masks(tokens, positions, documents)

@@ -76,10 +76,10 @@ class RouterProbabilities(nn.Module):
     """Computes each token's probabilities of the experts.
 
     It is a module so that balancing (`optim/router_balance.py`) can observe them, and add to their
-    gradient.
+    gradient. `padding` (B, S), bool: the positions that balancing leaves out.
     """
 
-    def forward(self, logits: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, padding: Tensor | None = None) -> Tensor:
         return F.softmax(logits, dim=-1, dtype=torch.float32)
 
 
@@ -94,9 +94,10 @@ class MixtureOfExperts(nn.Module):
         self.probabilities = RouterProbabilities()
         self.experts = Experts(config)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Computes all positions; `padding`: see `RouterProbabilities`."""
         k = self.experts_per_token
-        weights, chosen = self.route(x)  # (T, k)
+        weights, chosen = self.route(x, padding)  # (T, k)
         # `order` (R,): the copies of tokens, sorted by expert
         experts, order = chosen.flatten().sort(stable=True)
         counts = count(experts, self.num_experts)
@@ -106,9 +107,9 @@ class MixtureOfExperts(nn.Module):
         outputs = outputs.unflatten(0, (-1, k)) * weights[..., None].type_as(x)  # (T, k, D)
         return outputs.sum(dim=1).view_as(x)
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
         """Chooses the experts of each token: weights and numbers of experts, both (T, k)."""
-        probabilities = self.probabilities(self.router(x)).flatten(0, 1)  # (T, E), fp32
+        probabilities = self.probabilities(self.router(x), padding).flatten(0, 1)  # (T, E), fp32
         return choose(probabilities, self.experts_per_token)
 
 

@@ -11,7 +11,8 @@ P_e has a gradient: a token's probabilities of experts that are chosen often get
 Why it is here: both are means over all tokens of a step: all local batches, all ranks. So the loss
 does not depend on the layout, and an expert may be chosen often in one sequence, as long as others
 are in other sequences (arXiv 2501.11873). Most programs compute it for each local batch of a rank
-(docs/faults.md).
+(docs/faults.md). Padding is no token: all of it is in nearly the same state, so it would vote for
+the same experts.
 How it is computed: the gradient of the first local batch needs the counts of the last. So the
 gradient of a step uses f_e of the step before, whose counts are complete; the value that is logged
 has f_e and P_e of the same step. In the first step f_e is k / E for all experts, whose gradient
@@ -62,16 +63,17 @@ class RouterBalance:
                     observed = ObservedProbabilities(moe, device)
                     moe.probabilities = observed
                     self.layers[name] = observed
-        self.tokens = 0  # of the last step
+        self.tokens = torch.ones((), dtype=torch.float64, device=device)  # of the last step
 
-    def start_step(self, tokens: int, scale: Tensor | float) -> None:
+    def start_step(self, tokens: Tensor, scale: Tensor | float) -> None:
         """Sets what the backward adds to the gradients of the step that begins.
 
-        tokens: the number of tokens of the global batch; scale: the loss scale of float16.
+        tokens: the number of tokens of the global batch, a scalar on the device; scale: the loss
+        scale of float16.
         """
-        self.tokens = tokens
+        self.tokens = tokens.double()
         for layer in self.layers.values():
-            factor = self.weight * self.num_experts / (self.num_layers * tokens)
+            factor = self.weight * self.num_experts / (self.num_layers * self.tokens)
             layer.gradient = (factor * scale * layer.load).float()
             layer.sums.zero_()
 
@@ -134,11 +136,11 @@ class ObservedProbabilities(RouterProbabilities):
         # Counts and sums of probabilities (2, E), of this rank's tokens in this step
         self.sums = torch.zeros(2, num, dtype=torch.float64, device=device)
 
-    def forward(self, logits: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, padding: Tensor | None = None) -> Tensor:
         probabilities = super().forward(logits)
         if not torch.is_grad_enabled():
             return probabilities
-        observed: Tensor = Observe.apply(probabilities, self)
+        observed: Tensor = Observe.apply(probabilities, padding, self)
         return observed
 
 
@@ -146,17 +148,26 @@ class Observe(torch.autograd.Function):
     """The identity; its backward observes the probabilities and adds to their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, probabilities: Tensor, layer: ObservedProbabilities) -> Tensor:
+    def forward(
+        ctx: Any, probabilities: Tensor, padding: Tensor | None, layer: ObservedProbabilities
+    ) -> Tensor:
         ctx.layer = layer
-        ctx.save_for_backward(probabilities)
+        ctx.save_for_backward(probabilities, padding)
         return probabilities.view_as(probabilities)  # autograd records no input that is returned
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         layer = ctx.layer
-        (probabilities,) = ctx.saved_tensors
+        probabilities, padding = ctx.saved_tensors
+        num_experts = probabilities.shape[-1]
         of_tokens = probabilities.flatten(0, -2)  # (T, E)
         _, chosen = choose(of_tokens, layer.experts_per_token)
-        layer.sums[0] += count(chosen.flatten().sort().values, of_tokens.shape[1])
+        added = layer.gradient.expand_as(gradient)
+        if padding is not None:
+            left_out = padding.flatten()[:, None]
+            of_tokens = of_tokens.masked_fill(left_out, 0)
+            chosen = chosen.masked_fill(left_out, num_experts)  # a number that is not counted
+            added = added.masked_fill(padding[..., None], 0)
+        layer.sums[0] += count(chosen.flatten().sort().values, num_experts)
         layer.sums[1] += of_tokens.sum(dim=0, dtype=layer.sums.dtype)
-        return gradient + layer.gradient, None
+        return gradient + added, None, None

@@ -201,10 +201,11 @@ def _with_keys(
     adapters: Sequence[LoRALinear],
     *arguments: object,
     dropout_keys: Tensor | None = None,
+    **routing: Tensor,
 ) -> Tensor:
     for adapter in adapters:
         adapter.dropout_keys = dropout_keys
-    return forward(*arguments)
+    return forward(*arguments, **routing)
 
 
 def _cut(factor: Tensor, weight: DTensor, placement: Placement) -> nn.Parameter:

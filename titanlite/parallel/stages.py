@@ -84,7 +84,9 @@ class Inputs(NamedTuple):
     * `positions` (B, S/cp), with `data.document_mask`: the positions of this rank's tokens;
     * `documents` (B, S), with `data.document_mask` or a window: the number of each token's document
     in the whole sequences. A window without `data.document_mask` counts a sequence as one document;
-    * `dropout_keys` (B, S/cp), in training with `lora.dropout`.
+    * `dropout_keys` (B, S/cp), in training with `lora.dropout`;
+    * `padding` (B, S/cp/tp), in training with experts, if the batch has some: that of the positions
+    which this rank routes.
     """
 
     tokens: Tensor
@@ -123,6 +125,7 @@ class Stages:
             sharder = BatchSharder(model_parts[0].seq_len, mesh["cp"], method, device)
             self.shard_batch = sharder.shard_batch
         self.windowed = any(model_parts[0].windows)  # also by other stages' blocks
+        self.routed = model_parts[0].config.num_experts > 0
         self.loss_scope: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if mesh["tp"].size() > 1:
             # In this context, log-softmax and its gradient work on a sharded vocabulary
@@ -173,7 +176,7 @@ class Stages:
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Returns this rank's part of the summed loss of a batch, without dropout."""
-        batch = batch._replace(dropout_keys=None)
+        batch = batch._replace(dropout_keys=None, padding=None)  # only training needs them
         with torch.no_grad(), self.inputs(batch) as (tokens, labels, per_token):
             return self.runner.evaluate(tokens, labels, **per_token)
 
@@ -191,6 +194,11 @@ class Stages:
                 per_token["documents"] = (batch.positions == 0).cumsum(dim=1)
             if part.dropout_keys is not None:
                 per_token["dropout_keys"] = part.dropout_keys  # (B, S/cp)
+            if part.padding is not None and self.routed:
+                tp = self.mesh["tp"]
+                # Between attention layers the sequence is cut over tp
+                of_ranks = part.padding.chunk(tp.size(), dim=1)
+                per_token["padding"] = of_ranks[tp.get_local_rank()]  # (B, S/cp/tp)
             yield Inputs(part.tokens, part.labels, per_token)
 
     @contextlib.contextmanager

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.schema import Config
-from titanlite.data.rows import Batch, count_targets
+from titanlite.data.rows import Batch, count_targets, count_tokens
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.distributed.mesh import Mesh
 from titanlite.optim.clip import clip_gradients
@@ -135,11 +135,11 @@ def optimizer_step(
     stages = parts.stages
     scaler = parts.scaler
     num_batches = len(batches)
-    own_targets = to_device(count_targets(batches), parts.device)
-    num_targets = stages.mesh.sum_counts(own_targets)  # over all ranks
+    own_counts = torch.stack((count_tokens(batches), count_targets(batches)))
+    counts = stages.mesh.sum_counts(to_device(own_counts, parts.device))  # over all ranks
+    num_tokens, num_targets = counts
     measures.before_step(batches)
-    tokens = sum(batch.tokens.numel() for batch in batches) * stages.mesh.data_size
-    parts.balance.start_step(tokens, scaler.scale)
+    parts.balance.start_step(num_tokens, scaler.scale)
     loss = torch.zeros((), device=parts.device)
     for i, batch in enumerate(prefetch(batches, parts.device)):
         last_batch = i == num_batches - 1  # after it the gradients of the step are complete

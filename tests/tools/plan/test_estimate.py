@@ -143,8 +143,8 @@ def test_traffic_of_sharded_weights():
 
 def test_traffic_of_replicas():
     found = traffic(4, "--parallel.dp_shard=2", "--parallel.dp_replicate=2")
-    assert found["dp_replicate", "all_reduce"].count == 5 + 1  # the number of targets: 8 bytes
-    assert found["dp_replicate", "all_reduce"].whole_bytes == 34310400 + 8
+    assert found["dp_replicate", "all_reduce"].count == 5 + 1  # the numbers of tokens and targets
+    assert found["dp_replicate", "all_reduce"].whole_bytes == 34310400 + 16
 
 
 def test_traffic_of_an_untied_model_over_cp():

@@ -14,6 +14,7 @@ import torch
 from titanlite.config.schema import LoraConfig
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
+from titanlite.optim.router_balance import ObservedProbabilities
 from titanlite.parallel import context_parallel, lora, parallelize, pipeline_parallel
 from titanlite.parallel.context_parallel import BatchSharder
 from titanlite.tools.faults.catalogue import find_fault
@@ -28,6 +29,8 @@ ADAPTED = "lora.rank=4,lora.targets=wq wo w1 w2"
 MASKED = f"{ADAPTED},lora.dropout=0.1"
 DOCUMENTS = "data.document_mask"
 WINDOW = "model.sliding_window=7,model.window_layers=0-1"
+MIXTURE = ",".join(f"{key}={value}" for key, value in EXPERTS.items())
+PADDED = f"data.packing=best_fit,{MIXTURE}"
 SMALL = ["debug", "--model.dim=32", "--model.ffn_dim=64", "--training.seq_len=32"]
 
 
@@ -66,6 +69,25 @@ def keys_not_cut() -> AbstractContextManager[None]:
 
     def change(batch: Any, part: Any) -> Any:
         return part._replace(dropout_keys=batch.dropout_keys[:, : part.tokens.shape[1]])
+
+    return change_the_part(change)
+
+
+def padding_is_observed() -> AbstractContextManager[None]:
+    """Padding counts as a token in the statistics and the auxiliary loss of the routers."""
+    original = ObservedProbabilities.forward
+
+    def forward(self: Any, logits: Any, padding: Any) -> Any:
+        return original(self, logits)
+
+    return replaced(ObservedProbabilities, "forward", forward)
+
+
+def padding_not_cut() -> AbstractContextManager[None]:
+    """Every context parallel rank has the padding of the first positions."""
+
+    def change(batch: Any, part: Any) -> Any:
+        return part._replace(padding=batch.padding[:, : part.tokens.shape[1]])
 
     return change_the_part(change)
 
@@ -173,6 +195,8 @@ OWN = {
         adapters_not_scaled,
         features_from_the_first,
         keys_not_cut,
+        padding_is_observed,
+        padding_not_cut,
         positions_not_cut,
         keys_of_the_latest_forward,
         documents_of_the_part,
@@ -345,15 +369,40 @@ def test_windows_that_are_not_as_in_one_process_fail(pool, references, fault, la
     ],
 )
 def test_in_every_layout_routers_break_ties_as_in_one_process(pool, references, layout, fault):
-    mixture = ",".join(f"{key}={value}" for key, value in EXPERTS.items())
-    expected = references(mixture)
-    made, llama = case(f"{layout},{mixture}")
+    expected = references(MIXTURE)
+    made, llama = case(f"{layout},{MIXTURE}")
     if fault == RIGHT:
         ranks = pool.run(made.processes, measure_with, fault, made.config, llama, expected)
         assert {rank["decisions"] for rank in ranks} == {5 * 4 * 8 * 32}
     else:
         with pytest.raises(WorkerError, match=r"step 1, layers\.\d: token \d+ of .* chose experts"):
             pool.run(made.processes, measure_with, fault, made.config, llama, expected)
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "added"),
+    [
+        (RIGHT, "cp=2", ""),
+        slow(RIGHT, "cp=2,cp_method=ulysses,ep=2", ""),
+        slow(RIGHT, "tp=2,recompute.mode=selective", ""),
+        slow(RIGHT, "tp=2", f",{DOCUMENTS},lora.rank=4,lora.dropout=0.1"),
+        slow(RIGHT, "pp=2,recompute.mode=full", ""),
+        slow(RIGHT, "pp=2,pp_schedule=ZBVZeroBubble", ""),
+        slow(RIGHT, "dp_shard=2,ep=2,compile.enabled,compile.backend=aot_eager", ""),
+        slow("padding_is_observed", "dp_shard=1", ""),
+        slow("padding_not_cut", "cp=2", ""),
+    ],
+)
+def test_padding_that_routers_count_fails(pool, references, fault, layout, added):
+    """The reference computes the same sequences without their padding."""
+    settings = PADDED + added
+    expected = references(settings)
+    if fault == RIGHT:
+        row = run(pool, fault, f"{layout},{settings}", expected)
+        assert row["passed"], row
+    else:
+        with pytest.raises(WorkerError, match=r"step 3, .* chose experts"):
+            run(pool, fault, f"{layout},{settings}", expected)
 
 
 @pytest.mark.slow

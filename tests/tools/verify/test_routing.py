@@ -12,6 +12,7 @@ from model_builder import SMALL, small_model
 from torch.utils.checkpoint import checkpoint
 
 from titanlite.config.load import load_config
+from titanlite.data.rows import Batch
 from titanlite.distributed.mesh import Mesh
 from titanlite.rules.degrees import AXES
 from titanlite.tools.verify import compare
@@ -75,11 +76,11 @@ def test_each_token_is_compared_once_also_with_recomputation():
     places = [torch.arange(16), torch.arange(16, 32)]
     for rows in (tokens[:2], tokens[2:]):
         model(rows).sum().backward()
-    compared = compare_decisions([decisions], places, routing.chosen, seq_len=8)
+    compared = compare_decisions([decisions], places, routing.chosen, Batch(tokens, tokens))
     assert compared == (3 * 32, 0, "")
     for rows in (tokens[2:], tokens[:2]):  # in the wrong order
         model(rows).sum().backward()
-    other = compare_decisions([decisions], places, routing.chosen, seq_len=8)
+    other = compare_decisions([decisions], places, routing.chosen, Batch(tokens, tokens))
     assert other.number == 3 * 32
     assert other.different > 16
     assert other.example.startswith("layers.0: token ")

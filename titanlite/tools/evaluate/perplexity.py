@@ -53,15 +53,12 @@ class WindowsAndRest:
         start = index * self.windows.seq_len
         length = len(tokens) - start
         ids[:length] = tokens.read(start, length)
-        ignored[length - 1 :] = True
         targets = tokens.targets(start + 1, length - 1)
         if targets is not None:
             ignored[: length - 1] = ~targets
         if not document_mask:
             return None
-        starts = tokens.document_starts(start + 1, len(tokens)) - start
-        ignored[starts - 1] = True  # the label would be the first token of another document
-        return starts
+        return tokens.document_starts(start + 1, len(tokens)) - start
 
 
 @torch.no_grad()

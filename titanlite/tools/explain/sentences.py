@@ -27,7 +27,7 @@ ROUTER_BALANCE = "titanlite/optim/router_balance.py"
 STEP = "titanlite/parallel/step.py"
 # Part of a step -> the line of the step, or of train.py after it, that calls it
 LOOP_LINES = {
-    "data": (STEP, "num_targets = stages.mesh.sum_counts(own_targets)"),
+    "data": (STEP, "counts = stages.mesh.sum_counts("),
     "forward": (STEP, "loss += stages.forward_backward("),
     "backward": (STEP, "loss += stages.forward_backward("),
     "gradient sum": (STEP, "loss += stages.forward_backward("),
@@ -106,7 +106,7 @@ def _said(
     place = event.place
     if place.phase == "data":
         return (
-            "number of targets of this step",
+            "numbers of tokens and targets of this step",
             "the loss is divided by the number of all ranks' targets, so it must be known before "
             "the first backward",
             place.line,

@@ -60,9 +60,11 @@ def _all_calls(layout: Layout, stages: list[Stage], pp_rank: int) -> Iterator[Ca
 
 
 def _single_numbers(layout: Layout) -> Iterator[Calls]:
-    """All-reduces of the number of targets and of the sum of squares of all gradients."""
+    """All-reduces of the numbers of tokens and targets, and of the sum of squares of all
+    gradients.
+    """
     for axis in ("dp_replicate", "dp_shard"):
-        yield Calls(axis, "all_reduce", layout.degrees[axis], 1, 8)
+        yield Calls(axis, "all_reduce", layout.degrees[axis], 1, 16)
     world = num_processes(layout.degrees)
     # An axis that has all ranks shares its group with `world`
     axis = next((axis for axis, degree in layout.degrees.items() if degree == world), "world")

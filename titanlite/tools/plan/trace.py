@@ -327,6 +327,8 @@ def local_zeros(config: Config, device: torch.device) -> Batch:
         batch = batch._replace(positions=torch.zeros_like(zeros))
     if config.lora.drops:
         batch = batch._replace(dropout_keys=torch.zeros_like(zeros))
+    if config.data.packing == "best_fit":
+        batch = batch._replace(padding=torch.zeros_like(zeros, dtype=torch.bool))
     return batch
 
 

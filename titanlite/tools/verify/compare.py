@@ -2,7 +2,8 @@
 
 What it is: `reference` trains the plain model in one process, with a plain PyTorch loop that uses
 nothing of `parallel/` (but the rounding of `float8.enabled`), `optim/clip.py` or `optim/loss.py`.
-With `data.document_mask` it computes each document alone, without a mask and without positions.
+With `data.document_mask` it computes each document alone, without a mask and without positions;
+with `data.packing = best_fit` it computes no padding.
 `measure` takes the steps of train.py (`parallel/step.py`) in a layout, and compares the
 loss and the gradient norm of each step, each parameter's full gradient at the first step, and the
 parameters after the last step. Of a mixture of experts it compares the experts that each token
@@ -33,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config, DebugConfig, ScheduleConfig
 from titanlite.data.order import dropout_keys
-from titanlite.data.rows import IGNORED, Batch
+from titanlite.data.rows import IGNORED, Batch, count_tokens
 from titanlite.distributed import process_group
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import LlamaConfig
@@ -65,8 +66,8 @@ def make_batch(step: int, config: Config, vocab_size: int, draw: int = 0) -> Bat
     """The global batch of a step, (global_batch_size, seq_len); earlier sequences have more
     targets.
 
-    With `data.document_mask` a sequence has about five documents. `draw`: which of the batches that
-    the step may have.
+    With `data.document_mask` a sequence has about five documents; with `data.packing = best_fit` up
+    to half of each later sequence is padding. `draw`: which of the batches that the step may have.
     """
     sequences = config.training.global_batch_size
     seq_len = config.training.seq_len
@@ -79,6 +80,13 @@ def make_batch(step: int, config: Config, vocab_size: int, draw: int = 0) -> Bat
     if config.lora.drops:
         samples = range(step * sequences, (step + 1) * sequences)
         batch = batch._replace(dropout_keys=dropout_keys(config.run.seed, samples, seq_len))
+    if config.data.packing == "best_fit":
+        lengths = torch.randint(seq_len // 2, seq_len, (sequences, 1), generator=generator)
+        lengths[: sequences // 2] = seq_len
+        padding = torch.arange(seq_len) >= lengths
+        labels[padding.roll(-1, dims=1)] = IGNORED  # also that of the last token
+        labels[padding] = IGNORED
+        batch = batch._replace(tokens=batch.tokens.masked_fill(padding, 0), padding=padding)
     if not config.data.document_mask:
         return batch
     starts = torch.rand(sequences, seq_len, generator=generator) < 4 / seq_len
@@ -89,9 +97,10 @@ def make_batch(step: int, config: Config, vocab_size: int, draw: int = 0) -> Bat
 
 
 def split_documents(batch: Batch) -> Iterator[Batch]:
-    """Each row, or each document of a row, as a batch (1, n) without positions."""
+    """Each row, or each document of a row, as a batch (1, n) without positions and padding."""
     for i in range(len(batch.tokens)):
         row = take_rows(batch, i, i + 1)
+        row = take_tokens(row, 0, int(count_tokens([row])))._replace(padding=None)
         starts = [0]
         if row.positions is not None:
             starts = (row.positions[0] == 0).nonzero().flatten().tolist()
@@ -203,7 +212,7 @@ def train_on_tokens(model: Llama, batch: Batch, z_loss: float, routing: Routing)
         log_sums = logits.exp().sum(dim=-1).log()
         squares = z_loss * log_sums.square()[labels != IGNORED].sum()
         loss = entropy / num_targets + squares / num_targets
-        (loss + routing.loss(batch.tokens.numel())).backward()
+        (loss + routing.loss(int(count_tokens([batch])))).backward()
         total += loss.item()
     return total
 
@@ -309,11 +318,11 @@ def measure_steps(config: Config, llama: LlamaConfig, path: Path) -> Differences
         differences.grad_norm.append(abs(norm_ratio - 1))
         if llama.num_experts and training.compute_dtype == "float32":  # rounding turns near ties
             chosen = expected["chosen"][step]
-            compared = compare_decisions(decisions, places, chosen, training.seq_len)
+            compared = compare_decisions(decisions, places, chosen, global_batch)
             counts = torch.tensor([compared.number, compared.different], device=device)
             dist.all_reduce(counts)
             number, different = counts.tolist()
-            all_tokens = llama.num_layers * global_batch.tokens.numel()
+            all_tokens = llama.num_layers * int(count_tokens([global_batch]))
             if number != all_tokens:
                 raise RuntimeError(f"routers chose for {number} tokens; expected {all_tokens}")
             differences.decisions += number

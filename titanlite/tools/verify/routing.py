@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config.schema import Config
+from titanlite.data.rows import Batch
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.llama import Llama
 from titanlite.model.moe import MixtureOfExperts
@@ -127,9 +128,13 @@ class Decisions:
         self.in_forward = False
 
     def _route(
-        self, route: Callable[[Tensor], tuple[Tensor, Tensor]], name: str, x: Tensor
+        self,
+        route: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]],
+        name: str,
+        x: Tensor,
+        padding: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        weights, chosen = route(x)
+        weights, chosen = route(x, padding)
         if self.in_forward:  # else it is a recomputation, in the backward
             self.chosen[name].append(chosen.sort(dim=-1).values.cpu())
         return weights, chosen
@@ -176,28 +181,37 @@ def compare_decisions(
     parts: Sequence[Decisions],
     places: list[Tensor],
     expected: dict[str, tuple[Tensor, Tensor]],
-    seq_len: int,
+    batch: Batch,
 ) -> Compared:
     """Compares a step's choices with `expected`: by block, those of all tokens (T, k) with their
-    margins (T,).
+    margins (T,). `batch`: the global batch, whose padding has no choices.
     """
+    seq_len = batch.tokens.shape[1]
+    is_token = torch.ones_like(batch.tokens, dtype=torch.bool).flatten()
+    if batch.padding is not None:
+        is_token = ~batch.padding.flatten()
+    numbers = is_token.cumsum(dim=0) - 1  # the token at each place
     number = 0
     different = 0
     example = ""
     for part in parts:
         for name, forwards in part.take().items():
             experts, margins = expected[name]
-            chosen = torch.cat(forwards)
-            tokens = torch.cat(places)
+            all_places = torch.cat(places)
+            of_tokens = is_token[all_places]
+            chosen = torch.cat(forwards)[of_tokens]
+            real_places = all_places[of_tokens]
+            tokens = numbers[real_places]
             others = (chosen != experts[tokens]).any(dim=1)
             number += len(tokens)
             different += int(others.sum())
             if different and not example:
                 i = int(others.nonzero()[0])
-                place = int(tokens[i])
+                place = int(real_places[i])
+                token = int(tokens[i])
                 example = (
                     f"layers.{name}: token {place % seq_len} of sequence {place // seq_len} chose "
-                    f"experts {chosen[i].tolist()}; in one process {experts[place].tolist()}, with "
-                    f"a margin of {margins[place]:.0e} of the largest logit"
+                    f"experts {chosen[i].tolist()}; in one process {experts[token].tolist()}, with "
+                    f"a margin of {margins[token]:.0e} of the largest logit"
                 )
     return Compared(number, different, example)
