@@ -186,7 +186,7 @@ def main(config: Config) -> int:
 
             # One optimizer step: forward, backward, clipping, update (parallel/step.py)
             batches = stream.next_step()  # local batches of tokens and labels (B, S)
-            loss, grad_norm, num_targets, lr = optimizer_step(
+            loss, grad_norm, num_tokens, num_targets, lr = optimizer_step(
                 progress.step,
                 batches,
                 stream.step_samples,
@@ -194,7 +194,7 @@ def main(config: Config) -> int:
                 probes,
                 checkpoint.wait_for_staging,  # a save may still be copying what an update changes
             )
-            metrics.count_step(stream.step_tokens, num_targets)
+            metrics.count_step(stream.step_positions, num_tokens, num_targets)
 
             # After some steps: log, validate, save, stop. All ranks take the same branches
             agreed = requests.agree(

@@ -88,6 +88,9 @@ def one_step() -> None:
         labels = tokens[:, 1:].clone()
         labels[0, :ignored] = IGNORED
         batches.append(Batch(tokens[:, :-1], labels))
+    padding = torch.zeros(2, 16, dtype=torch.bool)
+    padding[1, 11:] = True
+    batches[1] = batches[1]._replace(padding=padding)
     result = optimizer_step(2, batches, range(4), parts, notes, notes.save)
     assert notes.calls == [
         "step of 2",
@@ -100,6 +103,7 @@ def one_step() -> None:
     assert notes.weight.grad is None
     assert float(result.grad_norm) == pytest.approx(notes.norm, rel=1e-5)
     assert 0 < float(result.loss) < 10
+    assert int(result.num_tokens) == 2 * 2 * 16 - 5
     assert result.lr == pytest.approx(0.9 * parts.schedule.peak_lr)
 
 

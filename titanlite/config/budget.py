@@ -3,8 +3,9 @@
 What it is: when the config is read, `training.tokens` becomes `training.steps`, and the keys of the
 schedule that count tokens or a part of the run become keys that count steps. `training.epochs` and
 `freq_epochs` of validation and checkpoints follow at the start of a run, when the length of the
-text is known. All are rounded up to whole steps, whose sizes follow `training.batch_ramp`. All
-other code reads steps only, and a run's config.toml contains steps.
+text is known. All are rounded up to whole steps, whose sizes follow `training.batch_ramp`. Tokens
+are positions of sequences here: `data.packing = best_fit` fills some with padding, and how many is
+not known yet. All other code reads steps only, and a run's config.toml contains steps.
 """
 
 from __future__ import annotations

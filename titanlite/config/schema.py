@@ -190,7 +190,7 @@ class PhaseConfig:
 
     from_step: int = key(0, "the first step with these weights", min=0)
     from_tokens: int = key(
-        0, "instead of from_step: the number of training tokens before it", min=0
+        0, "instead of from_step: the number of training tokens before it, with padding", min=0
     )
     weights: tuple[tuple[str, float], ...] = key(
         (), "the weight of every source, as in { code = 0.2, web = 0.8 }"
@@ -274,7 +274,9 @@ class TrainingConfig:
 
     steps: int = key(1000, "optimizer steps of the whole run", min=1)
     tokens: int = key(
-        0, "instead of steps: tokens of the whole run, rounded up to whole steps", min=0
+        0,
+        "instead of steps: tokens of the whole run, with padding, rounded up to whole steps",
+        min=0,
     )
     epochs: float = key(
         0.0, "instead of steps: passes over a single source, rounded up to whole steps", min=0
@@ -429,7 +431,9 @@ class ScheduleConfig:
         "cosine", "shape", choices=("cosine", "linear", "wsd", "constant", "inverse_sqrt", "step")
     )
     warmup_steps: int = key(100, "steps of linear warmup", min=0)
-    warmup_tokens: int = key(0, "instead of warmup_steps: tokens, rounded up to whole steps", min=0)
+    warmup_tokens: int = key(
+        0, "instead of warmup_steps: tokens, with padding, rounded up to whole steps", min=0
+    )
     warmup_ratio: float = key(
         0.0, "instead of warmup_steps: part of all steps, rounded up to whole steps", min=0, max=1
     )
@@ -441,7 +445,9 @@ class ScheduleConfig:
     )
     decay_steps: int = key(0, "wsd, instead of decay_fraction: steps", min=0)
     decay_tokens: int = key(
-        0, "wsd, instead of decay_fraction: tokens, rounded up to whole steps", min=0
+        0,
+        "wsd, instead of decay_fraction: tokens, with padding, rounded up to whole steps",
+        min=0,
     )
     milestones: str = key(
         "", "step: parts of the peak rate, as in `0.316 from step 801, 0.1 from 2e9 tokens`"

@@ -58,7 +58,7 @@ class TrainStream:
 
         self.samples = 0  # samples used by all ranks, without excluded ones
         self.begun = 0  # `samples` before the current step
-        self.step_tokens = 0  # tokens of all ranks in the last step
+        self.step_positions = 0  # of all ranks in the last step: tokens and padding
         self.seconds = 0.0  # time in `next_step` since the last log
 
     def next_step(self) -> list[Batch]:
@@ -69,7 +69,7 @@ class TrainStream:
         seq_len = self.training.seq_len
         self.begun = self.samples
         self.samples = samples_after(self.training, self.samples, 1)
-        self.step_tokens = (self.samples - self.begun) * seq_len
+        self.step_positions = (self.samples - self.begun) * seq_len
 
         # Local batches are dealt to the ranks in turn: 0, 1, ..., data_size - 1, 0, ...
         first = self.begun + self.data_rank * size

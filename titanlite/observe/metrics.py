@@ -3,7 +3,7 @@
 What it is: the metrics of the logged steps, written by rank 0; docs/metrics.md explains each.
 Between logged steps (and those that validate or save) nothing is read from the device, so the host
 does not wait for it. Tokens, samples and seconds count from the run's first step and continue after
-a resume.
+a resume. Padding is not in the tokens, but in the speeds: it takes as long to compute.
 """
 
 from __future__ import annotations
@@ -42,24 +42,27 @@ class Progress:
 
     def __init__(self) -> None:
         self.step = 0
-        self.tokens = 0
+        self.tokens = torch.zeros((), dtype=torch.int64)  # on the device after a step
         self.seconds = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "step": torch.tensor(self.step),
-            "tokens": torch.tensor(self.tokens),
+            "tokens": self.tokens.to("cpu", copy=True),
             "seconds": torch.tensor(self.seconds, dtype=torch.float64),
         }
 
-    def add(self, tokens: int, seconds: float) -> None:
-        """Adds tokens and seconds trained since the last call."""
-        self.tokens += tokens
+    def add_tokens(self, number: Tensor) -> None:
+        """Adds the tokens of a step; the host does not wait."""
+        self.tokens = self.tokens + number
+
+    def add_seconds(self, seconds: float) -> None:
+        """Adds the seconds of training since the last call."""
         self.seconds += seconds
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = int(state["step"])
-        self.tokens = int(state["tokens"])
+        self.tokens = state["tokens"].clone()
         self.seconds = float(state["seconds"])
 
 
@@ -121,23 +124,27 @@ class Metrics:
     def _begin_window(self) -> None:
         """Begins the window that ends with the next logged step."""
         mark_phase(Phase.START_TIMING)
-        self._tokens_before = self.progress.tokens
+        self._positions = 0
         self._seconds_before = self.progress.seconds
         self._targets = torch.zeros((), dtype=torch.int64, device=self.device)
 
     def _add_time(self) -> None:
         """Adds the time since the last call to the training time."""
         now = time.monotonic()
-        self.progress.add(tokens=0, seconds=now - self._last)
+        self.progress.add_seconds(now - self._last)
         self._last = now
 
-    def count_step(self, tokens: int, targets: Tensor) -> None:
-        """Counts a step; call it after each one, with its tokens and targets over all ranks."""
+    def count_step(self, positions: int, tokens: Tensor, targets: Tensor) -> None:
+        """Counts a step; call it after each one, with its numbers over all ranks.
+
+        `positions`: tokens and padding, which take equally long to compute.
+        """
+        self._positions += positions
+        self.progress.add_tokens(tokens)
         self._targets = self._targets + targets  # on the device
         self._steps += 1
         self._empty_steps = self._empty_steps + (targets == 0)
         self._add_time()
-        self.progress.add(tokens, seconds=0.0)
 
     def due(self, last: bool) -> bool:
         """Whether the current step is logged."""
@@ -151,13 +158,14 @@ class Metrics:
 
         It reads from the device, so the host waits.
         """
-        values = (loss, grad_norm, num_targets, self._targets, self._empty_steps)
-        scalars = [value.to(torch.float64) for value in values]
-        loss_value, norm_value, targets, all_targets, empty_steps = torch.stack(scalars).tolist()
-        self._add_time()
         progress = self.progress
+        values = (loss, grad_norm, progress.tokens, num_targets, self._targets, self._empty_steps)
+        scalars = [value.to(torch.float64) for value in values]
+        numbers = torch.stack(scalars).tolist()
+        loss_value, norm_value, tokens, targets, all_targets, empty_steps = numbers
+        self._add_time()
         seconds = progress.seconds - self._seconds_before
-        tokens = progress.tokens - self._tokens_before
+        positions = self._positions
         waited = stream.take_seconds()
         epochs = stream.epochs
         self._begin_window()
@@ -166,8 +174,8 @@ class Metrics:
             "loss": loss_value if targets else None,
             "grad_norm": norm_value if targets else None,
             "lr": lr,
-            "tokens": progress.tokens,
-            **self._speed(tokens, seconds),
+            "tokens": round(tokens),
+            **self._speed(positions, seconds),
             "memory_gib": peak_memory_gib(self.device),
             "data_percent": 100 * max(epochs.values()),
             "seconds": progress.seconds,
@@ -175,7 +183,7 @@ class Metrics:
             "targets_per_second": all_targets / seconds,
             "data_wait_percent": 100 * waited / seconds,
             "samples": stream.samples,
-            "samples_per_second": tokens / seconds / self.seq_len,
+            "samples_per_second": positions / seconds / self.seq_len,
             "perplexity": perplexity(loss_value) if targets else None,
         }
         for name, passes in epochs.items():
@@ -205,14 +213,14 @@ class Metrics:
                 self._steps,
             )
 
-    def _speed(self, tokens: int, seconds: float) -> dict[str, Any]:
-        """Computes speeds from `tokens` (of all ranks) and `seconds`; `mfu` may be None."""
-        tps = tokens / seconds / dist.get_world_size()
+    def _speed(self, positions: int, seconds: float) -> dict[str, Any]:
+        """Computes speeds from `positions` (of all ranks) and `seconds`; `mfu` may be None."""
+        tps = positions / seconds / dist.get_world_size()
         tflops = tps * self.flops_per_token / 1e12
         mfu = None
         if self.peak_tflops:
             mfu = 100 * tflops / self.peak_tflops
-        return {"tps": tps, "tps_global": tokens / seconds, "tflops": tflops, "mfu": mfu}
+        return {"tps": tps, "tps_global": positions / seconds, "tflops": tflops, "mfu": mfu}
 
     def _position(self) -> str:
         width = len(str(self.num_steps))

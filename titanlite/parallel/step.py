@@ -114,6 +114,7 @@ class StepResult(NamedTuple):
     # This rank's part of the mean over the step's targets (Mesh.sum_losses); NaN without targets
     loss: Tensor
     grad_norm: Tensor  # the norm of the whole gradient, before clipping
+    num_tokens: Tensor  # over all ranks, int64, without padding
     num_targets: Tensor  # over all ranks, int64
     lr: float
 
@@ -161,4 +162,4 @@ def optimizer_step(
     parts.ema.update()
     parts.balance.finish_step()
     parts.optimizer.zero_grad()
-    return StepResult(loss, grad_norm, num_targets, lr)
+    return StepResult(loss, grad_norm, num_tokens, num_targets, lr)
