@@ -262,6 +262,7 @@ SETS_ATTRIBUTES = {
         "os.environ['PYTHONSAFEPATH']",
         "sys.path[0]",
         "sys.path[:]",
+        "sys[name]",
     },
     "titanlite/parallel/deferred_output.py": {"model.output"},
     "titanlite/parallel/stages.py": {"holder.loss"},  # of its own runner
