@@ -42,6 +42,7 @@ from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.lora import apply_dropout, apply_lora
 from titanlite.parallel.mixed_precision import apply_mixed_precision
 from titanlite.parallel.pipeline_parallel import split_into_stages
+from titanlite.parallel.required_memory import require_memory
 from titanlite.parallel.tensor_parallel import apply_tp
 from titanlite.rules.degrees import needs_fsdp
 from titanlite.rules.loss_chunks import loss_chunks
@@ -58,10 +59,11 @@ def build_model_parts(
 
     Returns one part, or the rank's pipeline stages. `model`: a Llama on the meta device. A rank
     allocates its own parts, and one full parameter at a time while that is drawn. `compiled` comes
-    from `decide_compile`.
+    from `decide_compile`. Raises ConfigError if the memory of a GPU or a host is too small.
     """
     mark_phase(Phase.BUILD_MODEL)
     model_parts = split_and_parallelize(model, config, mesh, compiled)
+    require_memory(model_parts, config, device)
     for part in model_parts:
         part.to_empty(device="cpu" if config.parallel.cpu_offload else device)
         part.init_weights(config.run.seed, assign_shard, device)

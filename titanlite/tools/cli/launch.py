@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from titanlite.rules.degrees import resolve_degrees
 from titanlite.rules.paths import require_initial_load
 from titanlite.runtime.errors import EXIT_CONFIG, EXIT_STOPPED, LAUNCHED, ConfigError
 from titanlite.runtime.interpreter import without_package
+from titanlite.runtime.limits import usable_cores
 from titanlite.sinks.installed import require_installed
 from titanlite.tokenizer.tokenizer import Tokenizer, named_tokenizer
 from titanlite.tools.cli import processes
@@ -36,9 +36,6 @@ from titanlite.tools.prepare.sources import Found
 DRIVERS = ("nvidiactl", "dxg", "kfd")  # NVIDIA on Linux, NVIDIA in WSL, AMD
 LOOPBACK = "127.0.0.1"
 TRAIN = program_folder() / "train.py"
-CONTROL_GROUPS = Path("/sys/fs/cgroup")
-OWN_GROUPS = Path("/proc/self/cgroup")
-TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def launch(argv: list[str]) -> int:
@@ -169,57 +166,3 @@ def _default_processes(device: str) -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
-
-
-def usable_cores() -> int:
-    """The number of cores to compute with, at least 1, which is the number of threads to start.
-
-    Hardware threads of one core share its arithmetic units, so a matrix product gains nothing from
-    the second. A container sees all cores of its machine, so its quota is a limit too.
-    """
-    threads = set(range(os.cpu_count() or 1))
-    if hasattr(os, "sched_getaffinity"):  # on Linux
-        threads = os.sched_getaffinity(0)
-    cores = {_siblings(thread) for thread in threads}
-    return max(1, math.ceil(min(len(cores), _quota())))
-
-
-def _siblings(thread: int) -> str:
-    """The hardware threads of this one's core, as Linux lists them; elsewhere the thread alone."""
-    with contextlib.suppress(OSError):
-        return (TOPOLOGY / f"cpu{thread}/topology/thread_siblings_list").read_text().strip()
-    return str(thread)
-
-
-def _quota() -> float:
-    """The quota in cores: the least of this process's control group and those above it."""
-    lines = ["0::/", "0:cpu:/"]
-    with contextlib.suppress(OSError):
-        lines += OWN_GROUPS.read_text().splitlines()
-    least = float("inf")
-    for line in lines:  # version 2: "0::/path"; version 1: "4:cpu,cpuacct:/path"
-        _, controllers, path = line.split(":", 2)
-        top = CONTROL_GROUPS
-        if "cpu" in controllers.split(","):
-            top = CONTROL_GROUPS / "cpu"
-        group = top / path.strip("/")
-        # In a container the path may not exist; then the root's limit counts
-        while group.is_relative_to(top):
-            least = min(least, _limit(group))
-            group = group.parent
-    return least
-
-
-def _limit(group: Path) -> float:
-    """A control group's own quota in cores; infinite without one."""
-    with contextlib.suppress(OSError, ValueError):  # version 2: "200000 100000", or "max 100000"
-        quota, period = (group / "cpu.max").read_text().split()
-        if quota == "max":
-            return float("inf")
-        return int(quota) / int(period)
-    with contextlib.suppress(OSError, ValueError):  # version 1
-        quota = (group / "cpu.cfs_quota_us").read_text()
-        period = (group / "cpu.cfs_period_us").read_text()
-        if int(quota) > 0:  # -1 is no limit
-            return int(quota) / int(period)
-    return float("inf")

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from titanlite.runtime import interpreter
 from titanlite.runtime.errors import EXIT_CONFIG, EXIT_LOST, LAUNCHED, ConfigError, JoinError
+from titanlite.runtime.limits import usable_cores
 from titanlite.tools.cli import processes
-from titanlite.tools.cli.launch import LOOPBACK, environment_number, usable_cores
+from titanlite.tools.cli.launch import LOOPBACK, environment_number
 from titanlite.tools.cli.options import at_least, device_of
 
 if TYPE_CHECKING:
