@@ -488,12 +488,13 @@ class ParallelConfig:
     reshard_after_forward: str = key(
         "default",
         "free gathered weights after the forward (less memory, more traffic): default (all "
-        "units but the last; none "
-        "with pp > 1), always, never, or a number of processes over which they stay sharded",
+        "units but the last; none with pp > 1), always (with pp > 1 a unit is gathered again for "
+        "each microbatch), never, or a number of processes over which they stay sharded",
     )
     reduce_every_microbatch: bool = key(
         True,
-        "sum gradients over processes after each local batch (less memory); false: once per step",
+        "sum gradients over processes after each local batch, not each microbatch of a pipeline "
+        "(less memory); false: once per step",
     )
     optimizer_offload: bool = key(
         False, "keep the moments in CPU memory, and copy them to the GPU for the update"

@@ -29,8 +29,9 @@ parameter of each unit that is gathered at the moment.
 
 The trade-offs, as keys of [parallel]:
 * `reshard_after_forward`: `never` gathers once per step, with pp once per local batch, and keeps
-  all weights gathered, b N bytes; a number keeps weights sharded over that many ranks (for example
-  those of one node), which do the second all-gather among themselves.
+  all weights gathered, b N bytes; `always` in a pipeline of M microbatches gathers each unit M + 1
+  times per local batch; a number keeps weights sharded over that many ranks (for example those of
+  one node), which do the second all-gather among themselves.
 * `reduce_every_microbatch = false` reduces gradients once per step, not after each local batch
   (which the key calls a microbatch), and keeps them unsharded until then: r N bytes.
 * `prefetch` gathers more units in advance, for b bytes per parameter of each.
