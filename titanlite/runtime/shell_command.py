@@ -43,9 +43,6 @@ def titanlite_command(folder: Path) -> str:
     """
     if shutil.which("titanlite"):
         return "titanlite"
-    installed = Path(sys.executable).with_name("titanlite")
-    if installed.exists():
-        return shlex.quote(str(installed))
     python = python_command(folder)
     if str(folder) == interpreter.PACKAGES:  # a clone
         return f"{python} -m titanlite"

@@ -34,7 +34,7 @@ def write_right_answers(folder: Path) -> None:
 def test_a_lesson_is_started_checked_and_listed_as_passed(capsys, tmp_path):
     assert main(["learn", "start", "planning"]) == 0
     assert "titanlite learn check learn-planning\n" in capsys.readouterr().out
-    assert main(["learn", "check", "planning"]) == 1
+    assert main(["learn", "check", "learn-planning"]) == 1
     write_right_answers(tmp_path / "learn-planning")
     assert main(["learn", "check", "learn-planning"]) == 0
     assert "titanlite learn start five_axes\n" in capsys.readouterr().out
@@ -62,7 +62,7 @@ def test_the_commands_of_an_exercise_run_in_its_folder_as_printed(tmp_path, monk
     [
         (["chek"], "did you mean check?"),
         (["start", "dpp"], "unknown lesson 'dpp'"),
-        (["check", "nowhere"], "nowhere: no such folder"),
+        (["check", "nowhere"], "nowhere: no lesson.txt"),
         (["check"], "titanlite learn start"),
         (["check", "--timeout=0"], "--timeout"),
     ],

@@ -5,7 +5,6 @@ Only `check` of a program imports torch.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from pathlib import Path
 
@@ -73,7 +72,7 @@ def _check(argv: list[str]) -> int:
         prog="titanlite learn check", usage="titanlite learn check [FOLDER] [--timeout SECONDS]"
     )
     parser.add_argument(
-        "folder", nargs="?", default="", help="of an exercise, or a lesson's name; default: here"
+        "folder", nargs="?", type=Path, default=Path(), help="of an exercise; default: here"
     )
     parser.add_argument(
         "--timeout",
@@ -82,7 +81,7 @@ def _check(argv: list[str]) -> int:
         help="seconds after which a program that has not finished is ended (default 60)",
     )
     options = parser.parse_args(argv)
-    folder = _folder(options)
+    folder: Path = options.folder
     lesson = lesson_of(folder)
     print(f"{lesson.name}: {lesson.title}", flush=True)
     if lesson.step:
@@ -100,19 +99,6 @@ def _check(argv: list[str]) -> int:
     else:
         print("\npassed")
     return 0
-
-
-def _folder(options: argparse.Namespace) -> Path:
-    """The folder that is named, or the default folder of the lesson that is named."""
-    if not options.folder:
-        return Path()
-    folder = Path(options.folder)
-    if folder.is_dir():
-        return folder
-    default = Path(f"learn-{options.folder}")
-    if default.is_dir():
-        return default
-    raise ConfigError(f"{folder}: no such folder; expected one of `titanlite learn start`")
 
 
 def _check_program(lesson: Lesson, folder: Path, timeout: float) -> tuple[bool, list[str]]:
