@@ -80,7 +80,9 @@ def test_a_traced_plan_names_a_layout_that_is_faster(capsys):
     faster = 100 * (plan.time.total / best.time.total - 1)
     assert faster > 50
     assert plan_command.run([*arguments, "--gpus=2"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    shown = capsys.readouterr()
+    assert shown.err.startswith("tracing a step of ")
+    text = " ".join(shown.out.split())
     found = f"a search without given layout keys finds one that is {faster:.0f} % faster: "
     assert found + best.name in text
 

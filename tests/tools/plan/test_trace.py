@@ -14,7 +14,7 @@ from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.rules.check import check_layout
 from titanlite.rules.degrees import AXES, num_processes
 from titanlite.tools.plan.estimate import estimate
-from titanlite.tools.plan.trace import Depths, Numbers, count_step, trace, trace_rank
+from titanlite.tools.plan.trace import AS_IT_IS, Numbers, count_step, trace, trace_rank
 
 SMALL = [
     "debug",
@@ -31,7 +31,6 @@ SMALL = [
     "--training.compute_dtype=float32",
     "--compile.enabled=false",
 ]
-AS_IT_IS = Depths((), ())
 
 EXPERTS = ["model.num_experts=8", "model.experts_per_token=2", "model.expert_ffn_dim=48"]
 
@@ -124,7 +123,7 @@ def test_a_pretended_step_is_counted_as_a_real_one(pool, settings):
     real = pool.run(num_processes(degrees), count_really, config, llama, degrees)
     per_stage = len(real) // degrees["pp"]
     for pp_rank in range(degrees["pp"]):
-        ((pretended,),) = pool.run(
+        (pretended,) = pool.run(
             1, trace_rank, config, llama, degrees, pp_rank, AS_IT_IS, joins=False
         )
         for numbers in real[pp_rank * per_stage : (pp_rank + 1) * per_stage]:
@@ -214,7 +213,7 @@ def test_a_mixture_keeps_what_is_estimated(pool, layout):
     kept = []
     for settings in ([*sizes, dtype, *layout[:1]], [*sizes, dtype, *experts, *layout]):
         config, llama, degrees = config_of(settings)
-        ((numbers,),) = pool.run(1, trace_rank, config, llama, degrees, 0, AS_IT_IS, joins=False)
+        (numbers,) = pool.run(1, trace_rank, config, llama, degrees, 0, AS_IT_IS, joins=False)
         kept.append(numbers["kept", "activations"])
     tokens = 2 * 512
     rows = 4 * tokens
@@ -239,9 +238,7 @@ def test_short_models_stand_for_a_deep_one(pool, settings, num_layers, pp):
     config, llama, degrees = config_of([*settings, f"model.num_layers={num_layers}"])
     counts = trace(config, llama, degrees)
     for pp_rank in range(pp):
-        ((whole,),) = pool.run(
-            1, trace_rank, config, llama, degrees, pp_rank, AS_IT_IS, joins=False
-        )
+        (whole,) = pool.run(1, trace_rank, config, llama, degrees, pp_rank, AS_IT_IS, joins=False)
         rank = counts.ranks[pp_rank]
         assert {
             (call.axis, call.kind, call.size): (call.count, call.whole_bytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ def run(argv: list[str]) -> int:
         _, overrides = split_command_line(rest)
         given = frozenset(override.name for override in overrides)
         return _search(config, llama, gpus, machine, given, options)
+    if not options.estimate:
+        _log(f"tracing a step of {config.model.flavor} on {gpus} GPUs; --estimate takes a second")
     plan = make_plan(config, llama, gpus, machine, exact=not options.estimate)
     budget = _budget(plan, options)
     if options.json:
@@ -88,6 +91,10 @@ def run(argv: list[str]) -> int:
     return 0
 
 
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def faster_layout(plan: Plan) -> list[str]:
     """A line about the fastest layout of all, if it is faster than this one.
 
@@ -96,6 +103,7 @@ def faster_layout(plan: Plan) -> list[str]:
     """
     if plan.counts.source == "estimated":
         return ["  not compared with other layouts: --search does that in seconds to a minute"]
+    _log("comparing it with other layouts")
     try:
         best = search(plan.config, plan.llama, plan.gpus, plan.machine).best[0]
     except ConfigError:  # none fits, as the verdict says

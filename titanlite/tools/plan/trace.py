@@ -2,9 +2,10 @@
 
 What it is: the training program's own model, techniques, loss, clipping and optimizer, on tensors
 that have only shapes, in a process group whose other ranks do not exist. A `Recorder` counts. The
-first and the last two ranks of the pp axis are traced, each in a new process, because torch
-remembers meshes; what lies between them is linear in the rank. If a model is deep and its blocks
-are equal, two short models are traced, and what a block adds is taken once for each further one.
+first and the last two ranks of the pp axis are traced; what lies between them is linear in the
+rank. If a model is deep and its blocks are equal, two short models are traced, and what a block
+adds is taken once for each further one. Each model of each rank is traced in a new process, because
+torch remembers meshes.
 Why it is here: formulas beside a program grow wrong when it changes. `estimate.py` has formulas,
 and is compared with this.
 What it costs: about 0.3 s for each traced block and local batch on one core, and 0.3 GB per
@@ -40,6 +41,7 @@ from titanlite.parallel.stage_split import stage_indices, stage_modules
 from titanlite.parallel.step import StepParts, Unmeasured, build_step_parts, optimizer_step
 from titanlite.rules.degrees import local_batches, num_processes
 from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.progress import progress_bar
 from titanlite.tools.plan.counts import (
     Collective,
     Memory,
@@ -63,6 +65,7 @@ Numbers: TypeAlias = Counter[tuple[str | int, ...]]
 # the weights stay gathered, and one block is enough.
 SHORT = 3
 SHORT_STAGE = 1
+AS_IT_IS = 0  # in place of a number of blocks
 PROCESSES = 2  # at a time
 TIMEOUT = 1800  # seconds
 
@@ -88,14 +91,20 @@ def trace(config: Config, llama: LlamaConfig, degrees: Mapping[str, int]) -> Ste
     traced = sorted({0, min(1, pp - 1), max(0, pp - 2), pp - 1})
     pool = Pool(["titanlite.tools.plan.trace"], quiet=True)
 
-    def run(pp_rank: int) -> list[Numbers]:
-        job = (config, llama, dict(degrees), pp_rank, depths)
-        (found,) = pool.run(1, trace_rank, *job, timeout=TIMEOUT, joins=False)
-        numbers: list[Numbers] = found
+    jobs = [(pp_rank, blocks) for pp_rank in traced for blocks in depths.blocks or (AS_IT_IS,)]
+    progress = progress_bar(len(jobs), "tracing", "model")
+
+    def run(job: tuple[int, int]) -> Numbers:
+        arguments = (config, llama, dict(degrees), *job)
+        numbers: Numbers
+        (numbers,) = pool.run(1, trace_rank, *arguments, timeout=TIMEOUT, joins=False)
+        progress.update()
         return numbers
 
-    with ThreadPoolExecutor(PROCESSES) as threads:
-        found = dict(zip(traced, threads.map(run, traced), strict=True))
+    found: dict[int, list[Numbers]] = {pp_rank: [] for pp_rank in traced}
+    with progress, ThreadPoolExecutor(PROCESSES) as threads:
+        for (pp_rank, _), numbers in zip(jobs, threads.map(run, jobs), strict=True):
+            found[pp_rank].append(numbers)
     stages = config.parallel.stages_per_process
     ranks = []
     for pp_rank in range(pp):
@@ -160,27 +169,22 @@ def _on_line(first: Numbers, second: Numbers, part: float) -> Numbers:
 
 
 def trace_rank(
-    config: Config, llama: LlamaConfig, degrees: dict[str, int], pp_rank: int, depths: Depths
-) -> list[Numbers]:
-    """The numbers of the first rank with this place in the pipeline, for each depth."""
+    config: Config, llama: LlamaConfig, degrees: dict[str, int], pp_rank: int, blocks: int
+) -> Numbers:
+    """The numbers of the first rank with this place in the pipeline; `blocks`: of each stage."""
     world_size = num_processes(degrees)
     join_pretended_group(pp_rank * (world_size // degrees["pp"]), world_size)
     mesh = Mesh("cpu", degrees, config.comm.group_timeout_seconds, config.parallel.ep)
-    if not depths.blocks:
-        return [count_step(config, llama, mesh)]
-    num_stages = degrees["pp"] * config.parallel.stages_per_process
-    found = []
-    for blocks in depths.blocks:
-        parallel = config.parallel
-        layers = blocks
-        if degrees["pp"] > 1:
-            layers = blocks * num_stages
-            starts = ", ".join(f"layers.{blocks * stage}" for stage in range(1, num_stages))
-            parallel = dataclasses.replace(parallel, pp_split=starts)
-        shorter = dataclasses.replace(config, parallel=parallel)
-        short = dataclasses.replace(llama, num_layers=layers)
-        found.append(count_step(shorter, short, mesh))
-    return found
+    if blocks == AS_IT_IS:
+        return count_step(config, llama, mesh)
+    layers = blocks
+    if degrees["pp"] > 1:
+        num_stages = degrees["pp"] * config.parallel.stages_per_process
+        layers = blocks * num_stages
+        starts = ", ".join(f"layers.{blocks * stage}" for stage in range(1, num_stages))
+        parallel = dataclasses.replace(config.parallel, pp_split=starts)
+        config = dataclasses.replace(config, parallel=parallel)
+    return count_step(config, dataclasses.replace(llama, num_layers=layers), mesh)
 
 
 def build_parts(config: Config, llama: LlamaConfig, mesh: Mesh, pretended: bool) -> list[Llama]:
