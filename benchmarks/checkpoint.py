@@ -35,9 +35,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-sys.path.insert(0, str(report.ROOT))
-
-
 from titanlite.checkpoint.folders import step_folder
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.checkpoint.planner import PlacementSavePlanner

@@ -14,6 +14,7 @@ import statistics
 from collections import Counter
 from pathlib import Path
 
+import report
 from plan_cases import Case, read_cases
 from plan_fit import (
     Halves,
@@ -27,7 +28,7 @@ from plan_fit import (
 from titanlite.tools.plan.accuracy import Error, Fitted
 from titanlite.tools.plan.step_time import SHARED, Rates, Shared
 
-FILE = Path(__file__).parents[1] / "titanlite/tools/plan/fitted.py"
+FILE = report.ROOT / "titanlite/tools/plan/fitted.py"
 HEADER = '''"""Rates of GPUs and the errors of predicted times. Written by `benchmarks/plan_rows.py --write`."""
 
 from titanlite.tools.plan.accuracy import Error, Fitted

@@ -27,8 +27,6 @@ from typing import Any
 
 import report
 
-sys.path.insert(0, str(report.ROOT))
-
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.prepare.sources import Source, find
 

@@ -12,11 +12,9 @@ import dataclasses
 import functools
 import hashlib
 import math
-import sys
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-import report
 import torch
 import torch.distributed as dist
 from torch import Size, Tensor
@@ -29,8 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-sys.path.insert(0, str(report.ROOT))
 
 from titanlite.checkpoint.manifest import FileEntry
 from titanlite.checkpoint.planner import Entry, Report, Table, digest_of, digest_of_mesh, packed

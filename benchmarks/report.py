@@ -15,6 +15,7 @@ from typing import Any
 NO_MEMORY = "out of memory"
 OUTPUT_KEPT = 6000  # characters kept of a failed process's output
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # who imports this finds titanlite, which need not be installed
 
 
 def cpu() -> str:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-import report
 import torch.distributed.checkpoint as dcp
-
-sys.path.insert(0, str(report.ROOT))
 
 from titanlite.checkpoint.manifest import Manifest, RunMetadata
 from titanlite.checkpoint.planner import PlacementLoadPlanner, PlacementSavePlanner

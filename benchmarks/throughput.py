@@ -25,8 +25,6 @@ from typing import Any
 
 import report
 
-sys.path.insert(0, str(report.ROOT))
-
 from titanlite.config.mistakes import suggestion
 
 UNCOUNTED = 20

@@ -1,6 +1,6 @@
 """Writes the tables of faults.md from what the planted faults change.
 
-    python docs/fault_tables.py
+    python -m docs.fault_tables
 
 What it is: runs every fault of `titanlite break` and writes, between the two comments of each
 check, the largest difference of each figure. A test runs the faults again, and compares.

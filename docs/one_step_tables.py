@@ -1,6 +1,6 @@
 """Writes the tables of one_step.md from a step that is run.
 
-    python docs/one_step_tables.py
+    python -m docs.one_step_tables
 
 What it is: between two comments of the page, a table or a list that `titanlite explain` makes of
 the step of the page. A test compares the page with this output.

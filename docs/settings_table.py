@@ -1,6 +1,6 @@
 """Writes the table of checkpoints.md that says which settings a resumed run may change.
 
-    python docs/settings_table.py
+    python -m docs.settings_table
 
 What it is: the keys whose `resume` in the schema is "same" or "fixed", between two comments of the
 page. A test compares the page with this output.

@@ -171,7 +171,7 @@ def test_the_drawn_order_is_the_order_in_which_torch_runs(pool, schedule):
 def test_the_settings_that_a_resumed_run_shares_are_those_of_the_schema():
     text = CHECKPOINTS.read_text()
     assert "| cannot change | the model's shape; `optimizer.name`, " in text
-    assert with_table(text) == text, "run python docs/settings_table.py"
+    assert with_table(text) == text, "run python -m docs.settings_table"
 
 
 def test_the_largest_manifest_is_that_of_the_code():
@@ -255,6 +255,22 @@ def test_the_picture_of_four_layouts_is_drawn_from_the_stored_losses():
     for losses in others:
         largest = max(abs(a - b) for a, b in zip(losses, one, strict=True))
         assert f"largest: {largest:.3f}</text>" in picture
+
+
+def test_the_programs_that_are_printed_find_titanlite_where_it_is_not_installed():
+    """Those of docs/ are modules of the current folder; others change their path first."""
+    root = DOCS.parent
+    texts = [*root.glob("*.md"), *DOCS.glob("*.md"), *DOCS.glob("*.py")]
+    texts += [*(root / "benchmarks").glob("*.py"), *(root / "learn").rglob("*.py")]
+    printed = set()
+    for text in texts:
+        printed |= set(re.findall(r"(?<!=\. )python ((?:[a-z]+/)+\w+\.py)", text.read_text()))
+    programs = [name for name in printed if (root / name).exists()]
+    assert len(programs) > 20
+    for name in programs:
+        source = (root / name).read_text()
+        first = re.search(r"^(import report|sys\.path|(from|import) titanlite)", source, re.M)
+        assert not first or "titanlite" not in first[0], name
 
 
 SYMPTOMS = (DOCS / "symptoms.md").read_text()

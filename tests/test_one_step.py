@@ -15,7 +15,7 @@ def test_the_tables_are_those_of_the_step():
     """tests/tools/explain/test_explain.py compares most of them with a step on real ranks."""
     text = PAGE.read_text()
     assert all(f"<!-- {name} -->" in text for name in BLOCKS)
-    assert with_tables(text, step()) == text, "run python docs/one_step_tables.py"
+    assert with_tables(text, step()) == text, "run python -m docs.one_step_tables"
 
 
 def test_the_lines_where_the_host_waits_stand_in_their_files():

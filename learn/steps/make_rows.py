@@ -1,6 +1,6 @@
 """Writes what the steps and train.py train on: text.txt, bytes.model and rows.txt.
 
-    python learn/steps/make_rows.py
+    PYTHONPATH=. python learn/steps/make_rows.py
 
 What it is: sums with their results, a tokenizer whose ids are bytes, and the token ids of the first
 20 optimizer steps in the order in which titanlite's stream takes them.

@@ -148,7 +148,7 @@ def test_the_step_of_the_page(pool):
     explanation = assemble(Run(config, llama, degrees), llama, recorded, real=True)
     names = BLOCKS.keys() - {"memory"}  # of a pretended rank
     text = PAGE.read_text()
-    assert with_tables(text, explanation, names) == text, "run python docs/one_step_tables.py"
+    assert with_tables(text, explanation, names) == text, "run python -m docs.one_step_tables"
     check_texts(explanation)
 
 

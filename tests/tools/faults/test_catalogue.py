@@ -54,7 +54,7 @@ def test_nothing_is_patched_afterwards(monkeypatch, fault: Fault):
 def test_the_page_has_each_fault_with_its_prediction():
     text = PAGE.read_text()
     for fault in FAULTS:
-        assert f"\n| {' | '.join(description(fault))} | " in text, "run python docs/fault_tables.py"
+        assert f"\n| {' | '.join(description(fault))} | " in text, "run python -m docs.fault_tables"
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert len(rows) == len(FAULTS)
 

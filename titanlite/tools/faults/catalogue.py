@@ -1,7 +1,7 @@
 """Lists all planted faults and finds one by its name.
 
 Add one here: write the patch and its `Fault` in the file of its subject; `titanlite break NAME`
-prints what happens, and `python docs/fault_tables.py` adds it to docs/faults.md.
+prints what happens, and `python -m docs.fault_tables` adds it to docs/faults.md.
 """
 
 from __future__ import annotations
