@@ -1,4 +1,4 @@
-"""docs/coming_from.md: its keys exist, its config loads, its figures are computed."""
+"""docs/coming_from.md: its keys exist, its two configs load, its figures are computed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from runs import curve, train_run
 
 from titanlite.config.keys import all_keys
 from titanlite.config.load import load_config
@@ -15,7 +16,7 @@ from titanlite.tools.cli import plan_command
 
 DOCS = Path(__file__).parents[1] / "docs"
 TEXT = (DOCS / "coming_from.md").read_text()
-(GPT3,) = re.findall(r"^```toml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+DEEPSPEED, GPT3 = re.findall(r"^```toml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
 def test_every_key_of_ours_that_is_named_exists():
@@ -27,6 +28,55 @@ def test_every_key_of_ours_that_is_named_exists():
     named = re.findall(rf"`((?:{ours})\.[a-z_]+)", "\n".join([prose, *columns]))
     assert len(set(named)) > 80
     assert set(named) <= set(all_keys())
+
+
+def test_the_example_of_deepspeed_is_its_json(tmp_path):
+    """256 = 4 x 8 x 8: sequences of a GPU, accumulation steps, GPUs."""
+    (shown,) = re.findall(r"^```json\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    there = json.loads(shown)
+    (tmp_path / "mine.toml").write_text(DEEPSPEED)
+    here = load_config([str(tmp_path / "mine.toml")])
+    training = here.training
+    assert training.global_batch_size == there["train_batch_size"] == 256
+    assert training.local_batch_size == there["train_micro_batch_size_per_gpu"] == 4
+    steps = training.global_batch_size // (training.local_batch_size * 8)
+    assert steps == there["gradient_accumulation_steps"] == 8
+    adam = there["optimizer"]["params"]
+    assert (here.optimizer.name, here.optimizer.lr) == ("adamw", adam["lr"])
+    assert list(here.optimizer.betas) == adam["betas"]
+    assert here.optimizer.eps == adam["eps"]
+    assert here.optimizer.weight_decay == adam["weight_decay"]
+    rate = there["scheduler"]["params"]
+    assert (here.schedule.name, here.schedule.min_ratio) == ("linear", 0.0)
+    assert here.schedule.warmup_steps == rate["warmup_num_steps"]
+    assert (training.steps, here.optimizer.lr) == (rate["total_num_steps"], rate["warmup_max_lr"])
+    assert training.max_norm == there["gradient_clipping"]
+    assert (training.compute_dtype, training.reduce_dtype) == ("bfloat16", "bfloat16")
+    assert here.parallel.reshard_after_forward == "never"
+    assert here.parallel.optimizer_offload
+    assert here.metrics.log_freq == there["steps_per_print"]
+
+
+def test_the_example_of_deepspeed_trains(pool, text_file, tmp_path):
+    """A small model on 2 ranks: 4 sequences, 8 accumulation steps."""
+    (tmp_path / "mine.toml").write_text(DEEPSPEED)
+    options = [
+        str(tmp_path / "mine.toml"),
+        f"--run.folder={tmp_path}",
+        f"--data.path={text_file}",
+        "--model.flavor=debug",
+        "--model.dim=32",
+        "--model.num_layers=2",
+        "--training.seq_len=32",
+        "--training.global_batch_size=64",
+        "--training.steps=4",
+        "--schedule.warmup_steps=1",
+        "--metrics.log_freq=1",
+    ]
+    assert pool.run(2, train_run, options) == [0, 0]
+    losses = [loss for loss, _ in curve(tmp_path / "mine").values()]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
 
 
 def test_the_shape_of_gpt_3_is_planned(capsys, tmp_path):
