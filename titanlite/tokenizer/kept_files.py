@@ -1,4 +1,5 @@
-"""Keeps the files of a model's folder that its authors decide: sampling, end tokens, names.
+"""Keeps what a model's authors decide in its folder: sampling, end tokens, names, and how another
+program trains it.
 
 What it is: they are read beside a tokenizer, go through a run in one file of its checkpoints
 (`KEPT_FILE`), and are written back where the model is exported. The tokens that end a text also end
@@ -24,6 +25,16 @@ logger = logging.getLogger("titanlite")
 KEPT_FILE = "huggingface.json"  # name of a file -> its content
 CONFIG = "config.json"  # only these of its fields:
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# And under this name those that only transformers uses, most of them in training
+TRAINING = "config.json, training"
+TRAINING_FIELDS = (
+    "attention_dropout",
+    "initializer_range",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    "use_cache",
+)
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer_config.json"
 OTHERS = ("special_tokens_map.json",)
@@ -43,6 +54,9 @@ def read_kept(folder: Path) -> Kept:
             continue
         content = _object(folder / name)
         if name == CONFIG:
+            training = {field: content[field] for field in TRAINING_FIELDS if field in content}
+            if training:
+                kept[TRAINING] = training
             content = {field: content[field] for field in IDS if field in content}
         if content:
             kept[name] = content

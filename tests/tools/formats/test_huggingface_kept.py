@@ -9,10 +9,11 @@ import pytest
 import torch
 from chats import CHATML
 from foreign_tokenizers import trained
-from transformers_models import make
+from transformers_models import MIXTRAL, QWEN3_MOE, TOKENS, make
 
 import train
 from titanlite.config.load import load_config
+from titanlite.tokenizer.kept_files import TRAINING_FIELDS
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats.convert import Options, convert
@@ -138,6 +139,42 @@ def test_what_is_kept_comes_back(qwen, tmp_path, between):
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         assert after[name] == before[name]
     assert generated(back) == generated(qwen)
+
+
+# Every family, with the fields that only transformers' training reads
+TRAINED = {
+    "llama": {"attention_dropout": 0.1, "initializer_range": 0.05, "use_cache": False},
+    "mistral": {"attention_dropout": 0.1, "sliding_window": None},
+    "ministral": {"attention_dropout": 0.1, "sliding_window": 7, "head_dim": 8},
+    "qwen2": {"attention_dropout": 0.2, "initializer_range": 0.05},
+    "qwen3": {"attention_dropout": 0.1, "initializer_range": 0.05},
+    "qwen3_moe": {**QWEN3_MOE, "router_aux_loss_coef": 0.5, "output_router_logits": True},
+    "mixtral": {
+        **MIXTRAL,
+        "router_aux_loss_coef": 0.5,
+        "output_router_logits": True,
+        "router_jitter_noise": 0.1,
+    },
+}
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_their_training_goes_on_with_the_same_loss(tmp_path, family):
+    make({"model_type": family, **TRAINED[family]}).save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "between", Options("titanlite"), log=lambda text: None)
+    convert(tmp_path / "between", tmp_path / "back", Options("hf"), log=lambda text: None)
+    before = stored(tmp_path / "hf", "config.json")
+    after = stored(tmp_path / "back", "config.json")
+    for name in TRAINING_FIELDS:
+        assert after.get(name) == before.get(name), name
+    losses = []
+    for folder in ("hf", "back"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / folder, dtype=torch.float32
+        )
+        torch.manual_seed(0)
+        losses.append(model.train()(TOKENS, labels=TOKENS).loss.item())
+    assert losses[0] == losses[1]
 
 
 def test_ends_and_sampling_need_no_tokenizer(qwen, tmp_path):

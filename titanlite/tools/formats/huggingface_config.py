@@ -128,9 +128,6 @@ def to_config(config: LlamaConfig, seq_len: int, dtype: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
         "torch_dtype": dtype,
         **_to_window(config, family),
         **_to_mixture(config, family),
@@ -141,10 +138,7 @@ def _to_mixture(config: LlamaConfig, family: str) -> dict[str, Any]:
     """The fields of a config.json that give the experts; none for a dense model."""
     if not config.num_experts:
         return {}
-    fields: dict[str, Any] = {
-        "num_experts_per_tok": config.experts_per_token,
-        "output_router_logits": False,
-    }
+    fields: dict[str, Any] = {"num_experts_per_tok": config.experts_per_token}
     if family == "mixtral":
         fields["num_local_experts"] = config.num_experts
         fields["intermediate_size"] = config.expert_ffn_dim

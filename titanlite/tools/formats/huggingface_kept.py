@@ -15,6 +15,7 @@ from titanlite.tokenizer.kept_files import (
     GENERATION,
     KEPT_FILE,
     TOKENIZER,
+    TRAINING,
     Kept,
     ends_of,
     from_bytes,
@@ -41,13 +42,14 @@ def stops_of(full: FullState, tokenizer: Tokenizer) -> set[int]:
 
 
 def files_of(state: FullState, tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
-    """File name -> its JSON object; of config.json only the ids of tokens.
+    """File name -> its JSON object; of config.json only the ids of tokens, and the fields of
+    training under a name of their own.
 
-    Without a tokenizer they are what the model's files say of ids and sampling.
+    Without a tokenizer they are what the model's files say of ids, sampling and training.
     """
     kept = kept_of(state)
     if tokenizer is None:
-        return {name: kept[name] for name in (CONFIG, GENERATION) if name in kept}
+        return {name: kept[name] for name in (CONFIG, TRAINING, GENERATION) if name in kept}
     files: dict[str, dict[str, Any]] = {name: dict(value) for name, value in kept.items()}
     if CONFIG not in files and GENERATION not in files:  # the model came without a folder
         own = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}

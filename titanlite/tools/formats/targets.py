@@ -31,7 +31,7 @@ from titanlite.checkpoint.shard_file import sharding_metadata
 from titanlite.checkpoint.step_files import digest_of
 from titanlite.model.flavors import LlamaConfig, parameter_shapes
 from titanlite.runtime.errors import ConfigError
-from titanlite.tokenizer.kept_files import KEPT_FILE
+from titanlite.tokenizer.kept_files import CONFIG, KEPT_FILE, TRAINING
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tokenizer.tokenizer_json import (
     QWEN_PATTERN,
@@ -297,7 +297,8 @@ class HuggingFace(Target):
             tokenizer = Tokenizer(state.path, state.about.tokenizer)
             files = to_files(tokenizer, length)
         kept = huggingface_kept.files_of(state, tokenizer)
-        config |= kept.pop("config.json", {})
+        for name in (CONFIG, TRAINING):
+            config |= kept.pop(name, {})
         files |= {name: _json(value) for name, value in kept.items()}
         files["config.json"] = _json(config)
         if TEMPLATE_FILE in state.about.files:
