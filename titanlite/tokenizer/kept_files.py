@@ -146,7 +146,8 @@ def from_bytes(content: bytes) -> Kept:
     if not isinstance(objects, dict) or not all(isinstance(o, dict) for o in objects.values()):
         logger.warning("%s: expected a JSON object of objects; it is not used", KEPT_FILE)
         return {}
-    return objects
+    names = (GENERATION, TOKENIZER, *OTHERS, CONFIG, TRAINING)
+    return {name: objects[name] for name in names if name in objects}  # no path of another file
 
 
 def ends_of(kept: Kept) -> list[int]:

@@ -13,7 +13,7 @@ from transformers_models import MIXTRAL, QWEN3_MOE, TOKENS, make
 
 import train
 from titanlite.config.load import load_config
-from titanlite.tokenizer.kept_files import TRAINING_FIELDS
+from titanlite.tokenizer.kept_files import KEPT_FILE, TRAINING_FIELDS
 from titanlite.tokenizer.tokenizer import Tokenizer
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats.convert import Options, convert
@@ -175,6 +175,16 @@ def test_their_training_goes_on_with_the_same_loss(tmp_path, family):
         torch.manual_seed(0)
         losses.append(model.train()(TOKENS, labels=TOKENS).loss.item())
     assert losses[0] == losses[1]
+
+
+def test_no_file_of_another_name_is_written(qwen, tmp_path):
+    """Not even by a forged list of kept files, which would be written beside config.json."""
+    convert(qwen, tmp_path / "between", Options("safetensors"), log=lambda text: None)
+    kept = stored(tmp_path / "between", KEPT_FILE)
+    (tmp_path / "between" / KEPT_FILE).write_text(json.dumps({**kept, "../forged.json": {"a": 1}}))
+    convert(tmp_path / "between", tmp_path / "back", Options("hf"), log=lambda text: None)
+    assert not (tmp_path / "forged.json").exists()
+    assert stored(tmp_path / "back", "tokenizer_config.json") == TOKENIZER
 
 
 def test_ends_and_sampling_need_no_tokenizer(qwen, tmp_path):
