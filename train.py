@@ -115,7 +115,8 @@ def main(config: Config) -> int:
     progress = Progress()
     # Ends the run if a rank hangs
     watchdog = Watchdog(config.comm, folder, progress, device, first_steps(config.training))
-    requests = Requests(folder, PARENT)  # from here on a signal makes the run save and end
+    # From here on a signal makes the run save and end
+    requests = Requests(folder, PARENT, compiled)
 
     # 2. Data: text is tokenised once; sample i of the stream is a function of (seed, i)
     data = load_sources(config.data, prepared_folders(config.data, tokenizer), tokenizer)

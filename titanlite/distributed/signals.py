@@ -27,6 +27,7 @@ from titanlite.runtime.errors import LAUNCHER
 logger = logging.getLogger("titanlite")
 # Seconds between two checks for a file: network file systems are slow
 LOOK_EVERY = 1.0
+STDERR = 2
 
 
 class Agreed(NamedTuple):
@@ -69,15 +70,18 @@ class RequestFile:
 class Requests:
     """Collects the requests of this process and combines them with those of all others."""
 
-    def __init__(self, folder: Path, parent: int) -> None:
+    def __init__(self, folder: Path, parent: int, compiled: bool) -> None:
         """`folder`: the run's folder, in which the files SAVE and PROFILE may appear. `parent`: the
         process that started this one, read when it began: under torchrun it must be alive, as our
-        launcher must, which passes its own id.
+        launcher must, which passes its own id. `compiled`: the first step compiles blocks, which
+        takes minutes.
         """
         self.stop = False  # agreed by all processes; never reset
         self.save_file = RequestFile(folder / "SAVE")
         self.profile_file = RequestFile(folder / "PROFILE")
         self.signalled = 0.0  # time of the first signal to this process
+        self.compiled = compiled
+        self.num_agreements = 0  # one after the set-up, and one after each step
         self._launcher: int | None = None  # the process that must be alive
         if LAUNCHER in os.environ:
             self._launcher = int(os.environ[LAUNCHER])
@@ -88,15 +92,26 @@ class Requests:
             self._former_handlers[number] = signal.signal(number, self.handle)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        # Print nothing here: the signal may have interrupted a print. A scheduler signals every
-        # process of a job, and the launcher forwards the signal as well, so another signal within
-        # a second is the same request.
+        # A scheduler signals every process of a job, and the launcher forwards the signal as well,
+        # so another signal within a second is the same request.
         now = time.monotonic()
         if not self.signalled:
             self.signalled = now
+            if dist.get_rank() == 0:
+                # No print: the signal may have interrupted one. The terminal may be gone
+                with contextlib.suppress(OSError):
+                    os.write(STDERR, f"{self._next_stop()}\n".encode())
         elif now > self.signalled + 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+    def _next_stop(self) -> str:
+        """Says when this process will stop."""
+        if self.num_agreements == 0:
+            return "stopping before the first step"
+        if self.num_agreements == 1 and self.compiled:
+            return "stopping after this step (compiling)"
+        return "stopping after this step"
 
     def restore(self) -> None:
         """Restores the previous signal handlers."""
@@ -112,7 +127,9 @@ class Requests:
         """
         save_file = self.save_file.is_pending()
         profile_file = self.profile_file.is_pending()
-        return self._combine(save or save_file, trouble, profile_file)
+        agreed = self._combine(save or save_file, trouble, profile_file)
+        self.num_agreements += 1
+        return agreed
 
     def saved(self) -> None:
         """Call it when a save has begun: fulfils the request."""
