@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from runs import curve, train_run, validation
+from runs import curve, train_run, train_until, validation
 
 # One layout of each kind, and of each technique that nothing else runs in a whole training run.
 LAYOUTS = [
@@ -112,3 +112,17 @@ def test_a_run_records_the_dtype_that_auto_meant(whole_run):
     assert 'compute_dtype = "float32"' in (folder / "config.toml").read_text()
     manifest = next((folder / "checkpoints").glob("step-*/manifest.json"))
     assert json.loads(manifest.read_text())["config"]["training"]["compute_dtype"] == "float32"
+
+
+@pytest.mark.slow
+def test_rounding_stays_rounding_in_the_preset_of_a_mixture(pool, tmp_path):
+    """No token chooses other experts in the first 60 steps because local batches are larger."""
+    losses = []
+    for size in (2, 8):
+        run = ["debug_moe", f"--run.folder={tmp_path}", f"--run.name={size}"]
+        run += [f"--training.local_batch_size={size}", "--metrics.log_freq=1"]
+        run += ["--validation.freq=0", "--validation.prompts="]
+        assert pool.run(1, train_until, 60, run, timeout=500) == [75]
+        losses.append({step: loss for step, (loss, _) in curve(tmp_path / str(size)).items()})
+    assert len(losses[0]) == 60
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
