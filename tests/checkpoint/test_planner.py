@@ -309,8 +309,9 @@ def save_and_load_by_both(folder: Path, state_of: Callable[..., Any], option: st
     if option in ("", "group") and not any(isinstance(v, int | float | bytes) for v in values):
         distributed = functools.partial(HuggingFaceStorageWriter, save_distributed=True)
         storages.append((distributed, HuggingFaceStorageReader))
+    planner = PlacementSavePlanner()  # for both storages
     for number, (writer, reader) in enumerate(storages):
-        for saved_by in (None, PlacementSavePlanner()):
+        for saved_by in (None, planner):
             path = folder / f"{number} {saved_by is None}"
             collectives = {"use_collectives": option != "no collectives"}
             for _ in range(2):  # the second save uses the plan of the first
