@@ -21,14 +21,16 @@ from titanlite.runtime.errors import (
     shortened,
 )
 from titanlite.runtime.failure import lost_connection
+from titanlite.tools.cli.main import COMMANDS, main
 from titanlite.tools.verify.pool import WorkerError
 
 PATH_MAX = 4096  # bytes, on Linux
+NAME_MAX = 255
 PACKAGE = Path(__file__).parents[2] / "titanlite"
 
 
 def test_a_problem_with_two_of_the_longest_paths_is_whole():
-    path = "/" + "p" * (PATH_MAX - 1)
+    path = ("/" + "p" * NAME_MAX) * (PATH_MAX // (NAME_MAX + 1))
     problem = f"{path}: is not a link to {path}; expected one"
     error = ConfigError([problem, "another"])
     assert error.problems == [problem, "another"]
@@ -38,7 +40,16 @@ def test_a_problem_with_two_of_the_longest_paths_is_whole():
 def test_texts_of_files_are_cut_visibly():
     assert reason_of(ValueError("v" * 1000)) == "v" * 200 + "..."
     assert shortened("value", 5) == "value"
-    assert len(ConfigError("x" * 1_000_000).problems[0]) < 20_000
+    assert len(ConfigError("x y " * 1_000_000).problems[0]) < 20_000
+
+
+def test_what_follows_a_long_word_is_shown(capsys):
+    word = "w" * 20_000
+    problem = f"unknown command '{word}': expected one of {', '.join(COMMANDS)}"
+    assert ConfigError(problem).problems == [problem.replace(word, "w" * 200 + "...")]
+    for command in ([word], ["plan", "debug", "--gpus", word], ["train", f"--optimizer.lr={word}"]):
+        assert main(command) == 2
+        assert len(capsys.readouterr().err) < 600
 
 
 def test_no_word_of_python_about_its_types_reaches_a_message():

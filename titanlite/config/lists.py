@@ -104,7 +104,7 @@ def _read_table(
     for name, entry in table.items():
         if name not in keys:
             hint = suggestion(name, list(keys)) or f"; expected some of {', '.join(keys)}"
-            message = f"unknown key {shortened(name, 200)} in [[{key.name}]]{hint}"
+            message = f"unknown key {shortened(name)} in [[{key.name}]]{hint}"
             mistakes.append(Mistake(header, name, message))
         elif name == "weights":
             values[name], messages = _read_weights(header, entry)
@@ -140,7 +140,7 @@ def _is_weight(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    return shortened(json.dumps(value, default=str), 1000)
+    return shortened(json.dumps(value, default=str))
 
 
 def resolve_sources(

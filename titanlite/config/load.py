@@ -107,7 +107,7 @@ def load_config(argv: list[str], configs: Path = CONFIGS) -> Config:
     problems += [without_dashes(word, all_keys()) for word in dashless]
     names = [name for name in names if name not in dashless]
     if len(names) > 1:
-        shown = shortened(", ".join(names), 200)
+        shown = shortened(", ".join(names))
         problems.append(f"expected one config, found {len(names)}: {shown}")
 
     layers: list[Layer] = []
@@ -231,7 +231,7 @@ def read_options(options: list[Option], problems: list[str]) -> Layer:
     layer = Layer("")
     for option in options:
         key = schema_keys().get(option.name)
-        shown = f"--{shortened(option.name, 200)}"
+        shown = f"--{shortened(option.name)}"
         if key and option.text is None:
             problems.append(f"{shown}: a value is missing; expected {expected_type(key)}")
         else:

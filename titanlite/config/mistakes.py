@@ -88,7 +88,7 @@ def where(path: Path, text: str, section: str, name: str) -> str:
 def unknown_config(name: str, flavors: list[str]) -> str:
     """Writes the message for a CONFIG argument that is neither a file nor one of the flavors."""
     hint = suggestion(name, flavors)
-    shown = shortened(name, 1000)
+    shown = shortened(name, 1000)  # it may be a path
     problem = f"config {shown!r}: no such file, and no such flavor in train_configs/{hint}"
     allowed = f"a TOML file, a run's folder or one of {', '.join(flavors)}"
     return f"{problem}{hub_advice(name)}; allowed: {allowed}"
@@ -129,7 +129,7 @@ def wrong_value(name: str, value: object, expected: str, choices: tuple[object, 
     if isinstance(value, str):
         names = [str(choice) for choice in choices]
         hint = suggestion(value, names) or _with_part(value, names)
-    shown = shortened(json.dumps(value, default=str), 1000)
+    shown = shortened(json.dumps(value, default=str))
     return f"{name} = {shown}: expected {expected}{hint}"
 
 
@@ -142,12 +142,12 @@ def _with_part(word: str, names: list[str]) -> str:
 
 def unknown_section(name: str) -> str:
     """Writes the message for a section that does not exist."""
-    return f"unknown section [{shortened(name, 200)}]{suggestion(name, list(sections()))}"
+    return f"unknown section [{shortened(name)}]{suggestion(name, list(sections()))}"
 
 
 def unknown_key(name: str, keys: list[str]) -> str:
     """Writes the message for a key that is not one of `keys`, with the probable one."""
-    return f"unknown key {shortened(name, 200)}{_probable_key(name, keys)}"
+    return f"unknown key {shortened(name)}{_probable_key(name, keys)}"
 
 
 def without_dashes(word: str, keys: list[str]) -> str:
@@ -155,8 +155,8 @@ def without_dashes(word: str, keys: list[str]) -> str:
     name = word.partition("=")[0]
     hint = _probable_key(name, keys)
     if name in keys:
-        hint = f"; did you mean --{shortened(word, 200)}?"
-    return f"{shortened(word, 200)}: a key of the command line is --section.key=value{hint}"
+        hint = f"; did you mean --{shortened(word)}?"
+    return f"{shortened(word)}: a key of the command line is --section.key=value{hint}"
 
 
 def _probable_key(name: str, keys: list[str]) -> str:

@@ -25,6 +25,10 @@ LISTENER = "TITANLITE_LISTENER"
 
 # Characters shown of a problem: more than a message of ours has that names two of the longest paths
 LONGEST = 10_000
+# Characters shown of a text of a file or a command line
+SHOWN = 200
+# A word that is part of no path, whose names have at most 255 bytes, and of no list: such a text
+LONG_WORD = re.compile(r"[^\s/,=:;'\"]{256,}")
 # Control characters but tab and newline, what changes the direction or the line, and halves of
 # characters, which cannot be written
 CONTROLS = re.compile(
@@ -47,7 +51,7 @@ def for_terminal(text: str) -> str:
     return CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def shortened(text: str, most: int) -> str:
+def shortened(text: str, most: int = SHOWN) -> str:
     """Cuts a text of a file or a command line after `most` characters, and marks the cut."""
     if len(text) <= most:
         return text
@@ -57,7 +61,8 @@ def shortened(text: str, most: int) -> str:
 class ConfigError(ValueError):
     """The user's input is wrong.
 
-    It contains every problem found, one line each; very long lines are cut.
+    It contains every problem found, one line each. Long words and very long lines are cut, so a
+    message can quote what it found.
     """
 
     def __init__(self, problems: str | list[str]) -> None:
@@ -65,6 +70,7 @@ class ConfigError(ValueError):
             problems = [problems]
         self.problems: list[str] = []
         for problem in problems:
+            problem = LONG_WORD.sub(lambda word: shortened(word[0]), problem)
             line = printable(problem[:LONGEST])
             if len(problem) > LONGEST or len(line) > LONGEST:
                 line = line[:LONGEST] + "..."
@@ -78,7 +84,7 @@ def reason_of(error: Exception) -> str:
     """
     if isinstance(error, ConfigError):
         return "; ".join(error.problems)
-    text = shortened(str(error), 200)
+    text = shortened(str(error))
     if isinstance(error, OSError):
         return error.strerror or text
     if isinstance(error, KeyError):

@@ -66,7 +66,7 @@ def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
             header: dict[str, Any] = parse_json(raw.read(length))
     except (SafetensorError, OSError, ValueError) as error:
         raise CorruptCheckpoint(
-            f"{path}: not a complete safetensors file ({shortened(str(error), 500)})"
+            f"{path}: not a complete safetensors file ({shortened(str(error))})"
         ) from None
     header.pop("__metadata__", None)
     shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
@@ -159,7 +159,7 @@ def _read_indexed(folder: Path) -> dict[str, FullTensor]:
     missing = [name for name in places if name not in tensors]
     if missing:
         raise CorruptCheckpoint(
-            f"{folder / INDEX}: names {shortened(missing[0], 200)!r}, which is in none of its files"
+            f"{folder / INDEX}: names {shortened(missing[0])!r}, which is in none of its files"
         )
     return tensors
 

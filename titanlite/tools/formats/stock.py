@@ -169,7 +169,7 @@ class StockPart(Part):
             except Exception as error:
                 raise CorruptCheckpoint(
                     f"{self.file}: {self.name[:200]!r} cannot be read "
-                    f"({shortened(str(error), 200) or type(error).__name__}); "
+                    f"({shortened(str(error)) or type(error).__name__}); "
                     "expected one tensor as torch.save writes it"
                 ) from None
         return self.located[0]
