@@ -373,7 +373,11 @@ class MakesFolder:
 
 
 def test_plain_values_are_loaded_and_no_code_runs(tmp_path):
-    saved = {"groups": [{"lr": 0.1, "betas": (0.9, 0.95)}], "by number": {7: "a"}, "none": None}
+    saved = {
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.95)}],
+        "by number": {7: {8: "a"}},
+        "none": None,
+    }
     made = tmp_path / "made"
     with alone():
         dcp.save(
@@ -382,7 +386,7 @@ def test_plain_values_are_loaded_and_no_code_runs(tmp_path):
             planner=PlacementSavePlanner(),
         )
     reader = FileSystemReader(tmp_path)
-    loaded = {"groups": [{"lr": 0.0, "betas": ()}], "by number": {7: ""}, "none": 1}
+    loaded = {"groups": [{"lr": 0.0, "betas": ()}], "by number": {7: {8: ""}}, "none": 1}
     with alone():
         dcp.load(loaded, storage_reader=reader, planner=PlacementLoadPlanner())
     assert loaded == saved
