@@ -20,7 +20,7 @@ from titanlite.tools.formats.load_weights import load_model
 from titanlite.tools.formats.shared_model import open_shared
 
 PAGE = Path(__file__).parents[2] / "docs/checkpoints.md"
-(LINES,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+LINES, *_ = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 # The lines of the page for each step, which begin with tensors of sevens
 LOAD = f"""
 import sys
