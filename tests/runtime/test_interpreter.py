@@ -143,8 +143,7 @@ STARTERS = {
     "runtime/interpreter.py": "the functions themselves",
     "tools/cli/processes.py": "starts train.py by its path, in `interpreter.environment`",
     "tools/verify/pool.py": "starts its server in / and in `interpreter.environment`",
-    "tools/cli/eject_command.py": "prints the interpreter's name",
-    "observe/start_and_end.py": "prints the interpreter's name",
+    "runtime/shell_command.py": "prints the interpreter's name; asks it, isolated, for titanlite",
 }
 
 
