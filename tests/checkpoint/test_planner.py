@@ -390,6 +390,11 @@ def test_plain_values_are_loaded_and_no_code_runs(tmp_path):
     with alone():
         dcp.load(loaded, storage_reader=reader, planner=PlacementLoadPlanner())
     assert loaded == saved
+    as_they_are = {"none": 1}
+    with alone():
+        planner = PlacementLoadPlanner(flatten_state_dict=False)
+        dcp.load(as_they_are, storage_reader=reader, planner=planner)
+    assert as_they_are == {"none": None}
 
     with alone(), pytest.raises(CheckpointException) as caught:
         dcp.load({"code": 0}, storage_reader=reader, planner=PlacementLoadPlanner())

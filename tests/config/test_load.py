@@ -157,7 +157,7 @@ def test_a_list_of_names_in_a_file(toml):
         ("--training.global_batch_size=7", ("training.global_batch_size = 7", "multiple of training.local_batch_size = 2")),
         ("--training.lr=3", ("--training.lr", "unknown key", "did you mean optimizer.lr?")),
         ("--checkpoint.zzz=3", ("checkpoint.zzz; [checkpoint] has freq, freq_epochs,",)),
-        ("--checkpoint.interval=3", ("--checkpoint.interval", "did you mean checkpoint.freq?")),
+        ("--checkpoint.interval=3", ("--checkpoint.interval", "did you mean checkpoint.freq or validation.freq or")),
         ("--parallelism.tensor_parallel_degree=2", ("tensor_parallel_degree", "did you mean parallel.tp?")),
         ("--help=", ("--help", "unknown key help", "titanlite train --help")),
         ("--steps=3", ("--steps", "unknown key", "did you mean training.steps?")),

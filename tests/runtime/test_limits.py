@@ -103,8 +103,8 @@ AVAILABLE = "MemTotal: 99 kB\nMemAvailable:   4194304 kB\nSwapFree: 1048576 kB\n
     [
         (AVAILABLE, {}, 5 * GIB),
         (AVAILABLE, {"memory.max": "max\n"}, 5 * GIB),
-        (AVAILABLE, {"own": "0::/a/b\n", "a/memory.max": f"{2 * GIB}\n"}, 3 * GIB),
-        (AVAILABLE, {"own": "4:memory:/a\n", "memory/a/memory.limit_in_bytes": f"{GIB}"}, 2 * GIB),
+        (AVAILABLE, {"own": "0::/a/b\n", "a/memory.max": f"{2 * GIB}\n"}, 2 * GIB),
+        (AVAILABLE, {"own": "4:memory:/a\n", "memory/a/memory.limit_in_bytes": f"{GIB}"}, GIB),
         (AVAILABLE, {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, 5 * GIB),
         ("MemTotal: 99 kB\n", {"memory.max": "1\n"}, math.inf),
         ("", {}, math.inf),

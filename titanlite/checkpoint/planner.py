@@ -638,7 +638,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             reason = str(error).splitlines()[0]
             problem = f"{name}: is not read, because it may run code: {reason}"
             raise StateMismatch([problem]) from None
-        *parents, last = self.mappings[name]
+        *parents, last = self.mappings.get(name, (name,))  # none with flatten_state_dict = False
         container = self.original_state_dict
         for key in parents:
             container = container[own_key(container, key)]

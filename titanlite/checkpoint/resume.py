@@ -1,13 +1,13 @@
 """Resuming: from which checkpoint a run continues, and which settings must be equal.
 
 What it is: a run resumes from the newest checkpoint that is complete, intact and finite; newer ones
-are renamed. The model's shape must be the same, because its tensors would not fit. Data, seed,
-sequence length and optimizer settings must be the same because the losses would differ; a change
-of these can be accepted by name, and later checkpoints then contain the new values. Everything
-else may change: layout, number of processes, precision, schedule, number of steps, how often to
-save. The samples that the run had excluded (`divergence.py`) are in the checkpoint's
-excluded.json, because the position in the data does not count them; so a copy of the checkpoint,
-or a branch from it, reads the same samples next.
+are renamed. The model's shape must be the same, because its tensors would not fit. Settings with
+`resume = "same"` in the schema (data, seed, sequence length, optimizer ...) must be the same, since
+the losses would differ; a change of these can be accepted by name, and later checkpoints then
+contain the new values. Others may change: layout, number of processes, precision, schedule, number
+of steps, how often to save. The samples that the run had excluded (`divergence.py`) are in the
+checkpoint's excluded.json, because the position in the data does not count them; so a copy of the
+checkpoint, or a branch from it, reads the same samples next.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ OTHER_TRAINERS = {
     "batch_size": "training.global_batch_size or training.local_batch_size",
     "learning_rate": "optimizer.lr",
     "compile": "compile.enabled",
-    "interval": "checkpoint.freq",
+    "interval": "checkpoint.freq or validation.freq or metrics.log_freq",
     "save_steps": "checkpoint.freq",
     "data_parallel_shard_degree": "parallel.dp_shard",
     "tensor_parallel_degree": "parallel.tp",

@@ -1,7 +1,7 @@
 """The cores and the memory that the operating system lets this process use.
 
 What it is: files of Linux. A container sees the cores and the memory of its whole machine; what it
-may use is said by its control group, of version 1 or 2, and those above it. Elsewhere there is no
+may use is said by its control group, of version 1 or 2, and those above it. Elsewhere memory has no
 limit that is known.
 """
 
@@ -40,10 +40,11 @@ def _siblings(thread: int) -> str:
 
 
 def usable_memory() -> float:
-    """The bytes that all processes of this host can still allocate together; infinite if that is
-    not known.
+    """The most that all processes of this host can allocate together, in bytes; infinite if that
+    is not known.
 
-    The smaller of the control groups' limit and the memory that is available, with free swap.
+    The smaller of the control groups' limit, and the memory that is available with free swap. What
+    the group has in use already is not taken off.
     """
     sizes = {}
     with contextlib.suppress(OSError):
@@ -53,7 +54,7 @@ def usable_memory() -> float:
     if "MemAvailable" not in sizes:
         return math.inf
     most = min(map(_memory_limit, _control_groups("memory")))
-    return min(most, sizes["MemAvailable"]) + sizes.get("SwapFree", 0)
+    return min(most, sizes["MemAvailable"] + sizes.get("SwapFree", 0))
 
 
 def _control_groups(controller: str) -> Iterator[Path]:

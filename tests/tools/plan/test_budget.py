@@ -150,8 +150,10 @@ def small(*options):
     ],
     ids=" ".join,
 )
-def test_the_tensors_of_a_checkpoint(options):
+@pytest.mark.parametrize("experts", [{}, {"num_experts": 4, "expert_ffn_dim": 16}], ids=len)
+def test_the_tensors_of_a_checkpoint(options, experts):
     shape, config = small(*options)
+    shape = dataclasses.replace(shape, **experts)
     model = Llama(shape, 16)
     for name, parameter in model.named_parameters():
         frozen = config.training.frozen and name.startswith(("tok_embeddings.", "layers.0."))

@@ -10,6 +10,7 @@ Reference: https://huggingface.co/docs/hub/model-cards
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,8 @@ def _rows(state: FullState) -> list[tuple[str, str]]:
             rows.append((name, ", ".join(shown)))
     base = _setting(state, "checkpoint.initial_load")
     if isinstance(base, str) and base:
-        base = re.sub(r"/checkpoints/step-\d+/*$", "", base)  # a run's name, not its step's
-        rows.append(("base model", _cell(Path(base).name)))
+        base = re.sub(r"(^|/)checkpoints/step-\d+/*$", "", base)  # a run's name, not its step's
+        rows.append(("base model", _cell(Path(os.path.abspath(base)).name)))
     for name, value in (("layout", about.layout), ("torch", about.torch)):
         rows.append((name, _cell(value)))
     names = _data_names(about.files.get("data.json", b"{}"))

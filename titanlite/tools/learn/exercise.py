@@ -111,7 +111,7 @@ def lay_out(lesson: Lesson, folder: Path) -> None:
             f"--folder {folder}: exists and is not empty; expected a new or an empty folder"
         )
     contents = {
-        "README.md": with_commands(text_of(lesson).read_text(), folder).encode(),
+        "README.md": with_commands(text_of(lesson).read_text("utf-8"), folder).encode(),
         MARK: f"{lesson.name}\n".encode(),
     }
     if lesson.step:

@@ -47,7 +47,7 @@ class Chart:
 
 
 CHARTS = (
-    Chart("Speed", "Throughput", "tokens/s", (Line("tps_global", "all devices", "smooth"),)),
+    Chart("Speed", "Throughput", "positions/s", (Line("tps_global", "all devices", "smooth"),)),
     Chart("Speed", "Model FLOPs utilisation", "%", (Line("mfu", "MFU", "smooth"),)),
     Chart("Speed", "TFLOPS per device", "TFLOPS", (Line("tflops", "TFLOPS", "smooth"),)),
     Chart(

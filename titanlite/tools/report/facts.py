@@ -38,7 +38,7 @@ def table(run: Run) -> list[tuple[str, str]]:
     rows = [("state", state(run)), ("steps", _steps(run)), ("tokens", _last(run, "tokens", short))]
     rows += [("training loss", _training_loss(run)), *_validation(run), *_evaluations(run)]
     rows += [
-        ("tokens per second", _median(run, "tps_global", "{:,.0f}")),
+        ("positions per second", _median(run, "tps_global", "{:,.0f}")),
         ("TFLOPS per device", _median(run, "tflops", "{:.3g}")),
         ("MFU", _median(run, "mfu", "{:.1f}%")),
         ("peak memory", _largest(run, ("memory_max_gib", "memory_gib"), "{:.2f} GiB")),

@@ -23,7 +23,7 @@ CURVES = {
     "loss": ("training loss", "{:.4g}"),
     "grad_norm": ("gradient norm", "{:.3g}"),
     "lr": ("learning rate", "{:.2e}"),
-    "tps_global": ("tokens per second", "{:,.0f}"),
+    "tps_global": ("positions per second", "{:,.0f}"),
     "mfu": ("MFU, %", "{:.1f}"),
     "memory_gib": ("memory, GiB", "{:.2f}"),
     "noise_scale": ("noise scale", "{:.3g}"),
