@@ -6,7 +6,8 @@
     torchrun --nproc-per-node 4 train.py llama3_8b
 
 Checkpoints use torch.distributed.checkpoint: `states`, below, are its Stateful objects, which the
-manager saves with `dcp.save` and loads with `dcp.load` (titanlite/checkpoint/manager.py).
+manager passes to `dcp.save` and `dcp.load` (titanlite/checkpoint/manager.py). An asynchronous save,
+or one from a GPU, passes copies of their state to `dcp.save`.
 
 Off is a value, not an absence. A mesh axis that is not used has size 1. A part that is switched off
 (loss scale, guard, average of the weights, probes, sampler, sinks, profiler) is built all the same:

@@ -29,6 +29,19 @@ from titanlite.distributed import signals
 CPU = torch.device("cpu")
 
 
+class Weight:
+    """A Stateful object of one tensor, under a name of its own on each rank."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def state_dict(self):
+        return {f"weight.{dist.get_rank()}": self.weight}
+
+    def load_state_dict(self, state):
+        raise AssertionError("not called")
+
+
 def change_after_staging(folder: Path, mode: str) -> float:
     """The state changes as soon as it may, and is written after that; returns how long training
     waited.
@@ -41,7 +54,7 @@ def change_after_staging(folder: Path, mode: str) -> float:
         assert mode == "disabled" or changed.wait(10)
         write_step(folder, 1, state, {}, RunMetadata({}, {}, ""), failure)
 
-    saver.save(lambda: {"model": {f"weight.{dist.get_rank()}": weight}}, write)
+    saver.save({"model": Weight(weight)}, write)
     saver.wait_for_staging()
     weight.fill_(7.0)
     changed.set()
@@ -233,7 +246,7 @@ def test_what_follows_a_save_happens_only_if_it_succeeds(fails):
             raise SaveError("the disk is full")
 
     saver = AsyncSaver("async", 0, CPU)
-    saver.save(dict, write)
+    saver.save({}, write)
     saver.after_save(lambda: called.append("after"))
     with pytest.raises(SaveError) if fails else contextlib.nullcontext():
         saver.wait()
@@ -255,10 +268,23 @@ def fail_to_stage(folder: Path, mode: str) -> str:
     if dist.get_rank() == 1:
         saver.staging = SimpleNamespace(copy=copy)
     with pytest.raises(SaveError) as caught:
-        saver.save(lambda: {"model": {f"weight.{dist.get_rank()}": torch.ones(10)}}, write)
+        saver.save({"model": Weight(torch.ones(10))}, write)
         saver.wait_for_staging()
         saver.wait()
     return str(caught.value)
+
+
+@pytest.mark.parametrize(("mode", "is_staged"), [("disabled", False), ("async", True)])
+def test_a_save_without_staging_passes_the_stateful_objects(mode, is_staged):
+    passed = []
+    part = SimpleNamespace(state_dict=lambda: {"w": torch.ones(2)}, load_state_dict=None)
+    saver = AsyncSaver(mode, 0, CPU)
+    saver.save({"model": part}, lambda state, failure: passed.append(state["model"]))
+    saver.wait()
+    if is_staged:
+        assert torch.equal(passed[0]["w"], torch.ones(2))
+    else:
+        assert passed == [part]
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

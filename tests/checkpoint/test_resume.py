@@ -22,7 +22,7 @@ from titanlite.checkpoint.resume import (
     samples_used,
     training_changes,
 )
-from titanlite.checkpoint.state import RandomState, state_of
+from titanlite.checkpoint.state import RandomState, switched_on
 from titanlite.checkpoint.step_files import digest_of
 from titanlite.config.schema import CheckpointConfig, Config
 from titanlite.model.flavors import FLAVORS
@@ -52,7 +52,7 @@ def test_only_optional_parts_that_are_on_and_not_in_the_checkpoint_begin_anew():
         "off": Optional(),
         "random": RandomState(),  # not optional: reading the checkpoint names what is absent
     }
-    assert missing_parts(manifest, states, state_of(states)) == {"new": states["new"]}
+    assert missing_parts(manifest, switched_on(states)) == {"new": states["new"]}
 
 
 @pytest.mark.parametrize("content", [b"", b"not a file of tensors"])

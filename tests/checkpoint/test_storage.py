@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import RunMetadata, read_manifest
-from titanlite.checkpoint.state import OptionalStateful, RandomState, state_of
+from titanlite.checkpoint.state import OptionalStateful, RandomState, switched_on
 from titanlite.checkpoint.storage import SaveError
 from titanlite.config.schema import CheckpointConfig
 
@@ -129,7 +129,7 @@ class Part:
 
 
 def test_a_part_that_is_off_is_left_out():
-    assert state_of({"on": Part(True), "off": Part(False)}).keys() == {"on"}
+    assert switched_on({"on": Part(True), "off": Part(False)}).keys() == {"on"}
     assert isinstance(Part(True), OptionalStateful)
     assert not isinstance(RandomState(), OptionalStateful)
 

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -299,7 +300,7 @@ def change_after_staging(folder, mode: str) -> None:
             write_step(folder, step, state, {}, RunMetadata({}, {}, ""), failure)
 
         weight.fill_(float(step))
-        saver.save(lambda: {"model": {"weight": weight}}, write)
+        saver.save({"model": SimpleNamespace(state_dict=lambda: {"weight": weight})}, write)
         saver.wait_for_staging()
         weight.fill_(7.0)
         changed.set()

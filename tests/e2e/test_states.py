@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,7 +22,7 @@ from runs import train_run
 from titanlite.checkpoint.folders import list_steps
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.planner import LocalParts
-from titanlite.checkpoint.state import State
+from titanlite.checkpoint.state import State, state_of, switched_on
 from titanlite.tools.verify.pool import Pool
 
 SAVED = (0, 1, 3)  # after so many steps
@@ -74,26 +75,32 @@ def fingerprints(state: State) -> dict[str, Fingerprint]:
     return found
 
 
+def state_of_run(run: Checkpointer) -> State:
+    """The state of the run as it would be saved now."""
+    return state_of(switched_on(run.states))
+
+
 def save_and_note(arguments: list[str]) -> dict[int, dict[str, Fingerprint]]:
     """A run of three steps, which saves before the first step and after each: its state at those
     moments.
     """
     noted: dict[int, dict[str, Fingerprint]] = {}
-    load, get_state = Checkpointer.load, Checkpointer.state
+    load = Checkpointer.load
+    save = Checkpointer.save
 
     def load_and_save(run: Checkpointer) -> bool:
         loaded = load(run)
-        write_step(run.folder, 0, run.state(), run.files(), run.facts.metadata(None))
+        write_step(run.folder, 0, state_of_run(run), run.files(), run.facts.metadata(None))
+        noted[0] = fingerprints(state_of_run(run))
         return loaded
 
-    def note(run: Checkpointer) -> State:
-        state = get_state(run)
-        noted[int(state["progress"]["step"])] = fingerprints(state)
-        return state
+    def note_and_save(run: Checkpointer, step: int, *rest: Any, **options: Any) -> None:
+        noted[step] = fingerprints(state_of_run(run))
+        save(run, step, *rest, **options)
 
     with (
         mock.patch.object(Checkpointer, "load", load_and_save),
-        mock.patch.object(Checkpointer, "state", note),
+        mock.patch.object(Checkpointer, "save", note_and_save),
     ):
         assert train_run(arguments) == 0
     return noted
@@ -112,7 +119,7 @@ def load_and_note(arguments: list[str]) -> dict[str, Fingerprint]:
 
     def load_and_end(run: Checkpointer) -> bool:
         assert load(run)
-        noted.update(fingerprints(run.state()))
+        noted.update(fingerprints(state_of_run(run)))
         raise Loaded
 
     with mock.patch.object(Checkpointer, "load", load_and_end), pytest.raises(Loaded):

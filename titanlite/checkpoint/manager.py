@@ -1,11 +1,11 @@
 """Checkpoint manager: when a run saves, and from which checkpoint it resumes.
 
 What it is: decides when to save and load. torch.distributed.checkpoint (DCP) does both: `dcp.save`
-is called below and `dcp.load` in `resume.py`, with our planner (`planner.py`) and storage
-(`storage.py`) as DCP's plug-ins. A run whose folder holds checkpoints resumes
-from the newest complete one; a damaged one is reported, renamed and skipped. A save is due every
-`freq` steps or `freq_minutes`, at the end, after a signal, and when a file named SAVE appears in
-the run's folder.
+is called below and `dcp.load` in `resume.py`, with the run's Stateful objects, and with our planner
+(`planner.py`) and storage (`storage.py`) as DCP's plug-ins. A run whose folder holds checkpoints
+resumes from the newest complete one; a damaged one is reported, renamed and skipped. A save is due
+every `freq` steps or `freq_minutes`, at the end, after a signal, and when a file named SAVE appears
+in the run's folder.
 A checkpoint is proven when a later step has a finite loss and gradient. Until then it may be
 useless although all its numbers are finite: a huge update can leave weights whose next gradient is
 NaN. So older checkpoints are deleted only once the newest is proven, and the newest plausible one
@@ -21,8 +21,10 @@ import json
 import logging
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +40,7 @@ from titanlite.checkpoint.planner import PlacementSavePlanner
 from titanlite.checkpoint.resume import EXCLUDED, resume
 from titanlite.checkpoint.retention import Retention
 from titanlite.checkpoint.run_facts import RunFacts
-from titanlite.checkpoint.state import State, state_of
+from titanlite.checkpoint.state import switched_on
 from titanlite.checkpoint.storage import StepWriter, saving
 from titanlite.config.schema import CheckpointConfig
 from titanlite.data.excluded import Range
@@ -145,10 +147,6 @@ class Checkpointer:
         self.exclude_samples(rollbacks)
         self.guard.count_rollbacks(len(rollbacks))
 
-    def state(self) -> State:
-        """Returns the state of the run as it would be saved now."""
-        return state_of(self.states)
-
     def files(self) -> dict[str, bytes]:
         """Returns the small files of a checkpoint: name -> content."""
         files = dict(self.facts.files)
@@ -201,7 +199,7 @@ class Checkpointer:
             validation_loss = None
         metadata = self.facts.metadata(validation_loss)
         write = functools.partial(self._write, step, self.files(), metadata, time.monotonic())
-        self.saver.save(self.state, write)
+        self.saver.save(switched_on(self.states), write)
         if wait:
             self.close()
 
@@ -211,15 +209,18 @@ class Checkpointer:
         files: dict[str, bytes],
         metadata: RunMetadata,
         started: float,
-        state: State,
+        state: Mapping[str, Any],
         failure: Exception | None,
     ) -> None:
-        """Writes and logs a checkpoint: in the saver's thread if saving is asynchronous."""
+        """Writes and logs a checkpoint: in the saver's thread if saving is asynchronous.
+
+        `state`: the Stateful objects, or if they were staged, copies of their state.
+        """
         writer = StepWriter(self.folder, step, self.planner, files, metadata, failure)
         try:
             with saving(step, self.folder):
                 dcp.save(
-                    state,
+                    dict(state),
                     storage_writer=writer,
                     planner=self.planner,
                     process_group=checkpoint_group(),

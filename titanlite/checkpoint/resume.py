@@ -30,7 +30,7 @@ from titanlite.checkpoint.planner import PlacementLoadPlanner
 from titanlite.checkpoint.retention import Retention, set_aside
 from titanlite.checkpoint.run_facts import RunFacts
 from titanlite.checkpoint.shard_file import ShardFile
-from titanlite.checkpoint.state import OptionalStateful, State, state_of
+from titanlite.checkpoint.state import OptionalStateful, switched_on
 from titanlite.checkpoint.step_files import read_file, verify_together
 from titanlite.checkpoint.storage import StepReader, loading
 from titanlite.config.batch_sizes import first_sample, samples_after
@@ -83,14 +83,15 @@ def resume(
     )
     verified = time.monotonic()
 
-    state = state_of(states)  # only of parts that are switched on
-    missing = missing_parts(manifest, states, state)
+    # DCP would call `load_state_dict({})` of a part that is switched off
+    parts = switched_on(states)
+    missing = missing_parts(manifest, parts)
     for name in missing:
         logger.info("%s: not in the checkpoint, so it starts anew", name)
-        del state[name]
+        del parts[name]
     with loading(path):
         dcp.load(
-            {name: states[name] for name in state},
+            parts,
             storage_reader=StepReader(path, manifest),
             planner=PlacementLoadPlanner(),
             process_group=checkpoint_group(),
@@ -113,14 +114,11 @@ def resume(
     return Resumed(manifest.step, [(first, end) for first, end in excluded])
 
 
-def missing_parts(
-    manifest: Manifest, states: Mapping[str, Stateful], state: State
-) -> dict[str, OptionalStateful]:
+def missing_parts(manifest: Manifest, parts: Mapping[str, Stateful]) -> dict[str, OptionalStateful]:
     """Finds the optional parts that have a state now, but none in this older checkpoint."""
     saved = {name.partition(".")[0] for name in manifest.tensors}
     missing = {}
-    for name in state:
-        part = states[name]
+    for name, part in parts.items():
         if name not in saved and isinstance(part, OptionalStateful):
             missing[name] = part
     return missing

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titanlite.checkpoint.state import ModelState, OptimizerState, state_of
+from titanlite.checkpoint.state import ModelState, OptimizerState, state_of, switched_on
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config, LoraConfig
 from titanlite.model.flavors import FLAVORS, LlamaConfig, block_shapes
@@ -164,7 +164,7 @@ def test_the_tensors_of_a_checkpoint(options, experts):
         "optimizer": OptimizerState([model], optimizer),
         "ema": WeightEMA(config.ema, [model], optimizer),
     }
-    stored = state_of(states)
+    stored = state_of(switched_on(states))
     stored.get("ema", {}).pop("steps", None)
     tensors = [tensor for part in stored.values() for tensor in part.values()]
     assert checkpoint_bytes(shape, config) == sum(tensor.nbytes for tensor in tensors)
