@@ -118,6 +118,7 @@ FAULTS: dict[bytes, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.slow
 def test_every_kind_of_failure_is_found(folder, monkeypatch):
     monkeypatch.setattr(fuzz, "SECONDS", 2)
     faulty = Reader("bytes", lambda folder: [b""], lambda folder, data: FAULTS[data][0]())

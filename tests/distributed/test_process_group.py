@@ -140,7 +140,7 @@ def meet_nobody(rank: int) -> None:
         meet(rank, 2)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_nodes_that_are_missing_are_one_error(pool, rank):
     pool.run(1, meet_nobody, rank)
 

@@ -65,6 +65,7 @@ def hang_before_closing(folder: Path) -> None:
     watchdog.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_before_it_closes_is_named(pool, tmp_path):
     with pytest.raises(WorkerError):
         pool.run(2, hang_before_closing, tmp_path)

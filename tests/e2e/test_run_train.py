@@ -126,6 +126,7 @@ def endless_arguments(arguments):
     ]
 
 
+@pytest.mark.slow
 def test_second_signal_leaves_at_once(endless_arguments, tmp_path):
     process = start(endless_arguments, NGPU="2")
     wait_for_step(tmp_path / "debug", 0, process)
@@ -190,6 +191,7 @@ def test_a_folder_that_another_run_holds_is_one_error(arguments, tmp_path):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_folder_that_cannot_be_written_is_one_error(arguments, tmp_path):
     """Only the processes find out, and the launcher does not start them again."""
     (tmp_path / "debug").write_text("")

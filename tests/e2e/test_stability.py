@@ -143,6 +143,7 @@ def test_all_ranks_skip_the_step_of_one(pool, arguments, tmp_path, layout, victi
     ]
 
 
+@pytest.mark.slow
 def test_a_run_that_has_skipped_resumes_exactly(pool, arguments, tmp_path):
     """Also the window of the z-scores is that of an uninterrupted run."""
     run = [
