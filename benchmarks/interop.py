@@ -22,11 +22,13 @@ import sys
 import sysconfig
 import tempfile
 import venv
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import report
 import torch
+from safetensors.torch import load_file
 
 from titanlite.config.mistakes import suggestion
 from titanlite.model.flavors import FLAVORS, LlamaConfig, RopeScaling
@@ -237,9 +239,18 @@ def read_back(name: str, folder: Path) -> str:
     expected = open_full_state(folder / "model.pt")
     model = str(folder / "model.json") if name == "torchtitan" else ""
     found = open_full_state(back, Selection(model=model))
-    same = expected.keys() == found.keys()
-    same = same and all(torch.equal(expected[name], found[name]) for name in expected)
+    same = equal_bits(expected, found)
+    if name == "torchtitan":  # its adapter makes of its state what is written for transformers
+        written = load_file(folder / "hf" / "model.safetensors")
+        same = same and equal_bits(written, load_file(folder / "to_hf.safetensors"))
     return "the same bits" if same else "OTHER BITS"
+
+
+def equal_bits(expected: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    """Whether both have the same names, and equal tensors."""
+    if expected.keys() != found.keys():
+        return False
+    return all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,12 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from messages import refused
 from model_builder import EXPORTED, SMALL, assert_equal_bits, make_file, small_model
-from safetensors.torch import load_file
 
 from titanlite.model.flavors import LlamaConfig
 from titanlite.tools.formats.convert import Options, convert, load_full_state
 from titanlite.tools.formats.full_state import FullTensor
-from titanlite.tools.formats.load_weights import load_model
 from titanlite.tools.formats.torchtitan_names import from_newer, to_torchtitan
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -191,45 +185,3 @@ def test_what_the_names_of_a_mixture_cannot_say_is_refused(tmp_path):
     torch.save({"layers.0.moe.experts.w1": torch.zeros(4, 24, 32)}, tmp_path / "older.pt")
     with refused("a tensor named 'layers.0.moe.experts.w1'"):
         load_full_state(tmp_path / "older.pt")
-
-
-def absent() -> str:
-    """Why torchtitan 0.3.0 cannot be used; empty if it can."""
-    try:
-        installed = version("torchtitan")
-    except PackageNotFoundError:
-        installed = "absent"
-    if installed != "0.3.0" or find_spec("spmd_types") is None:
-        return (
-            f"torchtitan is {installed}: pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3"
-        )
-    return ""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(absent()), reason=absent())
-@pytest.mark.parametrize("name", MODELS)
-def test_torchtitan_itself_loads_it_and_computes_our_logits(tmp_path, name):
-    config = MODELS[name]
-    make_file(tmp_path / "model.pt", config)
-    source = load_full_state(tmp_path / "model.pt")
-    convert(tmp_path / "model.pt", tmp_path / "dcp", Options("dcp"), log=quiet)
-    convert(tmp_path / "model.pt", tmp_path / "hf", Options("hf"), log=quiet)
-    (tmp_path / "model.json").write_text(config.to_json())
-    tokens = torch.arange(24) * 7919 % config.vocab_size
-    torch.save(tokens, tmp_path / "tokens.pt")
-    probe = ROOT / "benchmarks" / "interop_probes.py"
-    command = [sys.executable, probe, "torchtitan", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    with torch.no_grad():
-        (ours,) = load_model(source, torch.device("cpu"), 64)(tokens[None])
-    logits = torch.load(tmp_path / "logits.pt")
-    assert (logits - ours).abs().max() < 1e-5 * ours.abs().max()
-    # Its adapter makes of its state dict what we write for transformers
-    written = load_file(tmp_path / "hf/model.safetensors")
-    by_adapter = load_file(tmp_path / "to_hf.safetensors")
-    assert_equal_bits(dict(sorted(written.items())), dict(sorted(by_adapter.items())))
-    options = Options("safetensors", model=str(tmp_path / "model.json"))
-    back = convert(tmp_path / "back", tmp_path / "b", options, log=quiet)
-    assert_equal_bits(dict(sorted(source.items())), dict(sorted(back.items())))
