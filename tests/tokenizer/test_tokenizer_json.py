@@ -25,7 +25,15 @@ from messages import refused
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.byte_level import to_bytes, to_text
 from titanlite.tokenizer.tokenizer import BUNDLED, MAX_TOKEN, Tokenizer, named_tokenizer
-from titanlite.tokenizer.tokenizer_json import Encoding, convert, encode_alone, find, parse
+from titanlite.tokenizer.tokenizer_json import (
+    Encoding,
+    convert,
+    encode_alone,
+    find,
+    frame_of,
+    parse,
+    reading,
+)
 from titanlite.tools.formats.huggingface_tokenizer import to_files
 
 STYLES = ("gpt2", "llama3", "qwen")
@@ -109,7 +117,11 @@ def random_merges(chance: random.Random) -> tuple[list[tuple[str, str]], list[st
 def exactly(path: Path) -> Encoding:
     """By the conversion for tiktoken alone."""
     found, content = find(path)
-    return convert(found, *parse(found, content), MAX_TOKEN)
+    main, config = parse(found, content)
+    with reading(found):
+        encoding = convert(main, MAX_TOKEN)
+        frame_of(main, config, encoding.special)
+    return encoding
 
 
 @pytest.mark.slow
@@ -127,7 +139,7 @@ def test_merges_in_any_order_are_converted_exactly_or_refused(tmp_path, ignore_m
             [*words, *("".join(chance.choices("abc", k=chance.randint(3, 30))) for _ in range(300))]
         )
         try:
-            convert(tmp_path / "x", json.loads(main), {}, MAX_TOKEN)
+            convert(json.loads(main), MAX_TOKEN)
         except ConfigError as error:
             reasons.append(str(error))
             continue
@@ -148,7 +160,7 @@ def test_refusing_ignore_merges_is_needed():
     encoder = theirs(json.dumps(main))
     assert [encoder.encode(word).tokens for word in ("ab", "abd")] == [["ab"], ["a", "b", "d"]]
     with refused("ignore_merges", "'a'", "'b'"):
-        convert(Path("x"), main, {}, MAX_TOKEN)
+        convert(main, MAX_TOKEN)
     main["model"]["ignore_merges"] = False
     ours = Tokenizer("x", json.dumps(main).encode())
     assert ours.unmade == 1

@@ -23,7 +23,16 @@ from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.nfc import nfc
 from titanlite.tokenizer.tiktoken_pieces import pieces
 from titanlite.tokenizer.tokenizer_hf import HuggingFaceCodec, PackageMissing, encoding_by_package
-from titanlite.tokenizer.tokenizer_json import Encoding, convert, find, parse
+from titanlite.tokenizer.tokenizer_json import (
+    Encoding,
+    Frame,
+    Json,
+    convert,
+    find,
+    frame_of,
+    parse,
+    reading,
+)
 
 BUNDLED = Path(__file__).with_name("tokenizer.model")  # 4,096 tokens of `titanlite tokenizer train`
 LLAMA3_RANKS = 128_000
@@ -54,17 +63,20 @@ class Tokenizer:
             self.path, content = _read(self.path)
         codec: HuggingFaceCodec | None = None
         if content.lstrip()[:1] == b"{":
-            encoding, codec = _of_json(self.path, content)
+            main, config = parse(self.path, content)
+            encoding, codec = _of_json(self.path, main)
+            with reading(self.path):
+                frame = frame_of(main, config, encoding.special)
         else:
-            encoding = _of_rank_file(self.path, content)
-        self.files = encoding.files  # files that make a folder this tokenizer
+            encoding, frame = _of_rank_file(self.path, content)
+        self.bos = frame.bos
+        self.eos = frame.eos
+        self.before = frame.before
+        self.files = frame.files
         self.tokens = encoding.tokens
         self.ranks = encoding.ranks
         self.ids = encoding.ids
         self.special = encoding.special
-        self.bos = encoding.bos
-        self.eos = encoding.eos
-        self.before = encoding.before
         self.pattern = encoding.pattern
         self.nfc = encoding.nfc
         self.unmade = encoding.unmade
@@ -169,17 +181,17 @@ def _read(path: Path) -> tuple[Path, bytes]:
         ) from None
 
 
-def _of_json(path: Path, content: bytes) -> tuple[Encoding, HuggingFaceCodec | None]:
+def _of_json(path: Path, main: Json) -> tuple[Encoding, HuggingFaceCodec | None]:
     """Reads the encoding of a tokenizer.json, for tiktoken if that computes the same ids.
 
     Otherwise it is for `tokenizers`. Raises ConfigError.
     """
-    main, config = parse(path, content)
     try:
-        return convert(path, main, config, MAX_TOKEN), None
+        with reading(path):
+            return convert(main, MAX_TOKEN), None
     except ConfigError as reason:
         try:
-            return encoding_by_package(path, main, config)
+            return encoding_by_package(path, main)
         except ConfigError as error:
             texts = [text.removeprefix(f"{path}: ") for text in reason.problems + error.problems]
             raise ConfigError([f"{path}: {text}" for text in dict.fromkeys(texts)]) from None
@@ -193,24 +205,23 @@ def _of_json(path: Path, content: bytes) -> tuple[Encoding, HuggingFaceCodec | N
             raise reason from None  # it is not a tokenizer.json
 
 
-def _of_rank_file(path: Path, content: bytes) -> Encoding:
-    """Reads the encoding of a rank file, whose ranks are the ids. Raises ConfigError."""
+def _of_rank_file(path: Path, content: bytes) -> tuple[Encoding, Frame]:
+    """Reads a rank file, whose ranks are the ids. Raises ConfigError."""
     ranks = _parse(path, content)
     names = _special_names(256 if len(ranks) == LLAMA3_RANKS else 16)
     special = {name: len(ranks) + i for i, name in enumerate(names)}
-    return Encoding(
-        files={BUNDLED.name: content},
+    encoding = Encoding(
         tokens=ranks,
         ranks=ranks,
         ids=[],
         special=special,
-        bos=special["<|begin_of_text|>"],
-        eos=special["<|end_of_text|>"],
-        before=[special["<|begin_of_text|>"]],
         pattern=PATTERN,
         nfc=False,
         unmade=0,
     )
+    bos = special["<|begin_of_text|>"]
+    eos = special["<|end_of_text|>"]
+    return encoding, Frame(bos, eos, [bos], {BUNDLED.name: content})
 
 
 def _special_names(count: int) -> list[str]:

@@ -26,8 +26,6 @@ from titanlite.tokenizer.tokenizer_json import (
     MAX_ID,
     Encoding,
     Json,
-    files_and_ends,
-    ids_before,
     steps,
 )
 from titanlite.tokenizer.tokenizer_probe import problem_of
@@ -114,7 +112,7 @@ class HuggingFaceCodec:
         }
 
 
-def encoding_by_package(path: Path, main: Json, config: Json) -> tuple[Encoding, HuggingFaceCodec]:
+def encoding_by_package(path: Path, main: Json) -> tuple[Encoding, HuggingFaceCodec]:
     """Reads the encoding of a tokenizer that needs the package. Raises ConfigError if the package
     cannot read it; PackageMissing.
     """
@@ -123,16 +121,11 @@ def encoding_by_package(path: Path, main: Json, config: Json) -> tuple[Encoding,
     largest = max([*contents, *codec.special.values()])
     if largest >= MAX_ID:
         raise ConfigError(f"{path}: its largest id is {largest}; allowed: at most {MAX_ID - 1}")
-    files, bos, eos = files_and_ends(main, config, codec.special)
     encoding = Encoding(
-        files=files,
         tokens={content: i for i, content in contents.items()},
         ranks={},
         ids=[],
         special=codec.special,
-        bos=codec.special[bos],
-        eos=codec.special[eos],
-        before=ids_before(main, codec.special),
         pattern="",
         nfc=False,
         unmade=0,

@@ -16,13 +16,15 @@ Reference: https://huggingface.co/docs/tokenizers
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanlite.runtime.documents import parse_json
 from titanlite.runtime.errors import ConfigError, reason_of, shortened
@@ -92,17 +94,22 @@ Pair = tuple[bytes, bytes]
 class Encoding:
     """An encoding for tiktoken."""
 
-    files: dict[str, bytes]  # name -> content: files that make a folder this tokenizer
     tokens: dict[bytes, int]  # bytes of text -> id
     ranks: dict[bytes, int]  # tiktoken merges the pair whose result has the lowest
     ids: list[int]  # rank -> id; empty: ids are the ranks
     special: dict[str, int]  # name -> id
-    bos: int
-    eos: int
-    before: list[int]  # ids that its files put before a text that is encoded for a model
     pattern: str
     nfc: bool  # whether text is normalised first
     unmade: int  # number of tokens that no merges make
+
+
+class Frame(NamedTuple):
+    """The ids around a text."""
+
+    bos: int
+    eos: int
+    before: list[int]  # that the tokenizer's files put before a text that is encoded for a model
+    files: dict[str, bytes]  # name -> content: files that make a folder this tokenizer
 
 
 def find(path: Path) -> tuple[Path, bytes]:
@@ -154,12 +161,11 @@ def parse(path: Path, content: bytes) -> tuple[Json, Json]:
         ) from None
 
 
-def convert(path: Path, main: Json, config: Json, max_token: int) -> Encoding:
-    """Converts the encoding of a tokenizer.json. Raises ConfigError with the reason if tiktoken
-    cannot encode as the file says.
-    """
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns errors of a tokenizer.json's content into ConfigErrors that name the file."""
     try:
-        return _convert(main, config, max_token)
+        yield
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from None
@@ -168,7 +174,10 @@ def convert(path: Path, main: Json, config: Json, max_token: int) -> Encoding:
         ) from None
 
 
-def _convert(main: Json, config: Json, max_token: int) -> Encoding:
+def convert(main: Json, max_token: int) -> Encoding:
+    """Converts the encoding of a tokenizer.json. Raises ConfigError with the reason if tiktoken
+    cannot encode as the file says; for another file any error that `reading` knows.
+    """
     pattern, nfc = _pattern_and_nfc(main)
     special, tokens = _special_and_text(main, max_token)
     whole_words = main["model"].get("ignore_merges", False)
@@ -187,33 +196,29 @@ def _convert(main: Json, config: Json, max_token: int) -> Encoding:
         ranks = {token: tokens[token] for token in order}
         ids_of_ranks = []
 
-    files, bos, eos = files_and_ends(main, config, special)
     return Encoding(
-        files=files,
         tokens=tokens,
         ranks=ranks,
         ids=ids_of_ranks,
         special=special,
-        bos=special[bos],
-        eos=special[eos],
-        before=ids_before(main, special),
         pattern=pattern,
         nfc=nfc,
         unmade=len(unmade),
     )
 
 
-def files_and_ends(
-    main: Json, config: Json, special: dict[str, int]
-) -> tuple[dict[str, bytes], str, str]:
-    """Builds the files that make a folder this tokenizer, and the names of bos and eos."""
+def frame_of(main: Json, config: Json, special: dict[str, int]) -> Frame:
+    """Reads the ids around a text; `config`: the content of tokenizer_config.json.
+
+    Raises what `convert` does.
+    """
     bos, eos = _bos_and_eos(main, config, special)
     main_file, config_file = JSON_FILES
     files = {
         main_file: _to_bytes(main),
         config_file: _to_bytes({"bos_token": bos, "eos_token": eos}),
     }
-    return files, bos, eos
+    return Frame(special[bos], special[eos], ids_before(main, special), files)
 
 
 def _to_bytes(entry: Json) -> bytes:
