@@ -399,6 +399,12 @@ class OptimizerConfig:
         resume="same",
     )
 
+    def uses_muon(self, name: str, num_dims: int) -> bool:
+        """Whether Muon updates a parameter, with one moment; AdamW has two. A moment has the
+        parameter's shape and the dtype `state_dtype`.
+        """
+        return self.name == "muon" and num_dims >= 2 and name.startswith("layers.")
+
 
 @dataclass(frozen=True)
 class StabilityConfig:

@@ -45,7 +45,7 @@ def build_optimizer(
         for name, parameter in part.named_parameters():
             if not parameter.requires_grad:
                 continue
-            if is_of_muon(name, parameter, config):
+            if config.uses_muon(name, parameter.ndim):
                 matrices.append((name, parameter))
             else:
                 others.append((name, parameter))
@@ -56,13 +56,6 @@ def build_optimizer(
     if offload:
         optimizer = OffloadedOptimizer(optimizer)
     return optimizer
-
-
-def is_of_muon(name: str, parameter: Tensor, config: OptimizerConfig) -> bool:
-    """Whether Muon updates a parameter, with one moment; AdamW has two. A moment has the
-    parameter's shape and the dtype `optimizer.state_dtype`.
-    """
-    return config.name == "muon" and parameter.ndim >= 2 and name.startswith("layers.")
 
 
 def _group(parameters: list[tuple[str, Tensor]], config: OptimizerConfig) -> Groups:

@@ -24,7 +24,6 @@ from torch import nn
 from titanlite.config.schema import Config
 from titanlite.distributed.agreement import broadcast_from_rank0, gather_on_rank0
 from titanlite.distributed.dtensor import local_part
-from titanlite.optim.optimizer import is_of_muon
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.limits import usable_memory
 
@@ -64,7 +63,7 @@ def required_memory(parts: Sequence[nn.Module], config: Config, device: torch.de
             weights += numbers * parameter.itemsize
             if parameter.requires_grad:
                 weights += numbers * parameter.itemsize
-                count = 1 if is_of_muon(name, parameter, config.optimizer) else 2
+                count = 1 if config.optimizer.uses_muon(name, parameter.ndim) else 2
                 moments += numbers * count * bytes_of_moment
     rank = dist.get_rank()
     first = rank - int(os.environ.get("LOCAL_RANK", rank))  # the ranks of a host are consecutive

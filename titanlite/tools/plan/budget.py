@@ -192,7 +192,7 @@ def checkpoint_bytes(model: LlamaConfig, config: Config) -> int:
         if not is_trained(name, model, config.lora, config.training.frozen_patterns):
             continue
         total += average * numbers
-        if optimizer.name == "muon" and len(shape) >= 2 and name.startswith("layers."):
+        if optimizer.uses_muon(name, len(shape)):
             total += moment * numbers
         else:
             total += 2 * moment * numbers + 4
