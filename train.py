@@ -117,7 +117,7 @@ def main(config: Config) -> int:
     # Ends the run if a rank hangs
     watchdog = Watchdog(config.comm, folder, progress, device, first_steps(config.training))
     # From here on a signal makes the run save and end
-    requests = Requests(folder, PARENT, compiled)
+    requests = Requests(folder, PARENT)
 
     # 2. Data: text is tokenised once; sample i of the stream is a function of (seed, i)
     data = load_sources(config.data, prepared_folders(config.data, tokenizer), tokenizer)

@@ -15,7 +15,7 @@ from titanlite.runtime.errors import LAUNCHER
 def ask(number: int) -> list[Agreed]:
     """Agreements of a rank: nothing, a save wanted by rank 1, a failure of rank 0, a profile wanted
     by rank 0, a signal to rank 1, and after it."""
-    requests, rank = Requests(Path("absent"), 0, False), dist.get_rank()
+    requests, rank = Requests(Path("absent"), 0), dist.get_rank()
     found = [requests.agree(), requests.agree(save=rank == 1), requests.agree(trouble=rank == 0)]
     requests.profile_file.pending = rank == 0
     found.append(requests.agree())
@@ -62,7 +62,7 @@ def test_a_file_is_seen_by_rank_0_which_removes_it(pool, tmp_path):
 
 def signal_twice(later: float) -> bool:
     """Whether a second signal, so many seconds after the first, has its default effect."""
-    requests = Requests(Path("absent"), 0, False)
+    requests = Requests(Path("absent"), 0)
     os.kill(os.getpid(), signal.SIGTERM)
     requests.signalled -= later
     killed = []
@@ -86,7 +86,7 @@ def test_a_second_signal_ends_at_once_but_not_within_a_second(pool):
 
 def restore_handlers() -> bool:
     before = signal.getsignal(signal.SIGUSR1)
-    requests = Requests(Path("absent"), 0, False)
+    requests = Requests(Path("absent"), 0)
     during = signal.getsignal(signal.SIGUSR1)
     requests.restore()
     return during == requests.handle and signal.getsignal(signal.SIGUSR1) == before
@@ -101,7 +101,7 @@ def stops_at_once(variable: str, value: int | None, parent: int) -> bool:
     at first. `None`, 0: those of the process that really started this one.
     """
     os.environ[variable] = str(value or os.getppid())
-    requests = Requests(Path("absent"), parent or os.getppid(), False)
+    requests = Requests(Path("absent"), parent or os.getppid())
     requests.restore()
     return requests.agree().stop
 
@@ -115,22 +115,15 @@ def test_a_launcher_that_was_killed_while_this_process_started_stops_the_run(poo
     assert pool.run(1, stops_at_once, "ANOTHER", None, 1 << 22) == [False]
 
 
-def lines_of_signals(path: str) -> None:
-    """Signals in the set-up, in the step that compiles, and in the next; stderr goes to a file."""
+def signal_in_set_up(path: str) -> None:
+    """A signal before the first agreement; stderr goes to a file."""
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    requests = Requests(Path("absent"), 0, compiled=True)
-    for _ in range(3):
-        requests.signalled = 0.0
-        os.kill(os.getpid(), signal.SIGTERM)
-        requests.signalled = 0.0  # as if it had not come
-        requests.agree()
+    requests = Requests(Path("absent"), 0)
+    os.kill(os.getpid(), signal.SIGTERM)
     requests.restore()
 
 
 def test_a_signal_is_answered_at_once_by_one_rank(pool, tmp_path):
-    pool.run(2, lines_of_signals, str(tmp_path / "errors"))
-    assert (tmp_path / "errors").read_text().splitlines() == [
-        "stopping before the first step",
-        "stopping after this step (compiling)",
-        "stopping after this step",
-    ]
+    pool.run(2, signal_in_set_up, str(tmp_path / "errors"))
+    [answer] = (tmp_path / "errors").read_text().splitlines()
+    assert "stopping after the current step" in answer

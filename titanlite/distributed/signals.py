@@ -28,6 +28,7 @@ logger = logging.getLogger("titanlite")
 # Seconds between two checks for a file: network file systems are slow
 LOOK_EVERY = 1.0
 STDERR = 2
+ANSWER = b"stopping after the current step, or the set-up (a second signal exits at once)\n"
 
 
 class Agreed(NamedTuple):
@@ -70,18 +71,15 @@ class RequestFile:
 class Requests:
     """Collects the requests of this process and combines them with those of all others."""
 
-    def __init__(self, folder: Path, parent: int, compiled: bool) -> None:
+    def __init__(self, folder: Path, parent: int) -> None:
         """`folder`: the run's folder, in which the files SAVE and PROFILE may appear. `parent`: the
         process that started this one, read when it began: under torchrun it must be alive, as our
-        launcher must, which passes its own id. `compiled`: the first step compiles blocks, which
-        takes minutes.
+        launcher must, which passes its own id.
         """
         self.stop = False  # agreed by all processes; never reset
         self.save_file = RequestFile(folder / "SAVE")
         self.profile_file = RequestFile(folder / "PROFILE")
         self.signalled = 0.0  # time of the first signal to this process
-        self.compiled = compiled
-        self.num_agreements = 0  # one after the set-up, and one after each step
         self._launcher: int | None = None  # the process that must be alive
         if LAUNCHER in os.environ:
             self._launcher = int(os.environ[LAUNCHER])
@@ -98,20 +96,13 @@ class Requests:
         if not self.signalled:
             self.signalled = now
             if dist.get_rank() == 0:
-                # No print: the signal may have interrupted one. The terminal may be gone
+                # At once, because the step may take minutes, as one that compiles. No print: the
+                # signal may have interrupted one. The terminal may be gone
                 with contextlib.suppress(OSError):
-                    os.write(STDERR, f"{self._next_stop()}\n".encode())
+                    os.write(STDERR, ANSWER)
         elif now > self.signalled + 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-    def _next_stop(self) -> str:
-        """Says when this process will stop."""
-        if self.num_agreements == 0:
-            return "stopping before the first step"
-        if self.num_agreements == 1 and self.compiled:
-            return "stopping after this step (compiling)"
-        return "stopping after this step"
 
     def restore(self) -> None:
         """Restores the previous signal handlers."""
@@ -127,9 +118,7 @@ class Requests:
         """
         save_file = self.save_file.is_pending()
         profile_file = self.profile_file.is_pending()
-        agreed = self._combine(save or save_file, trouble, profile_file)
-        self.num_agreements += 1
-        return agreed
+        return self._combine(save or save_file, trouble, profile_file)
 
     def saved(self) -> None:
         """Call it when a save has begun: fulfils the request."""
