@@ -11,8 +11,8 @@ P_e has a gradient: a token's probabilities of experts that are chosen often get
 Why it is here: both are means over all tokens of a step: all local batches, all ranks. So the loss
 does not depend on the layout, and an expert may be chosen often in one sequence, as long as others
 are in other sequences (arXiv 2501.11873). Most programs compute it for each local batch of a rank
-(docs/faults.md). Padding is no token: all of it is in nearly the same state, so it would vote for
-the same experts.
+(docs/faults.md). Padding is not counted among the tokens: all of it has nearly the same hidden
+state, so it would be counted for the same few experts.
 How it is computed: the gradient of the first local batch needs the counts of the last. So the
 gradient of a step uses f_e of the step before, whose counts are complete; the value that is logged
 has f_e and P_e of the same step. In the first step f_e is k / E for all experts, whose gradient
@@ -72,9 +72,9 @@ class RouterBalance:
         scale of float16.
         """
         self.tokens = tokens.double()
+        factor = self.weight * self.num_experts / (self.num_layers * self.tokens) * scale
         for layer in self.layers.values():
-            factor = self.weight * self.num_experts / (self.num_layers * self.tokens)
-            layer.gradient = (factor * scale * layer.load).float()
+            layer.gradient = (factor * layer.load).float()
             layer.sums.zero_()
 
     def finish_step(self) -> None:
