@@ -35,11 +35,10 @@ NAME = "manifest.json"
 MAX_BYTES = 1 << 25  # the parsed manifest takes up to 24 times as much memory
 # Lists and tables: empty ones would take the most memory. Ours have at least 18 bytes each
 MAX_NESTED = MAX_BYTES // 16
-# Of the config: its values and names, their characters, and the levels, from the config itself to a
-# weight of a phase. A TOML file, of at most 256 kB, gives less
-MAX_SETTINGS = 1 << 18
-MAX_SETTINGS_TEXT = 1 << 22
-SETTINGS_LEVELS = 7
+# Limits of the config, which are above what a TOML file of at most 256 kB can hold
+MAX_SETTINGS = 1 << 18  # names and values
+MAX_SETTINGS_TEXT = 1 << 22  # characters of all names and values
+SETTINGS_LEVELS = 7  # nested levels: the config itself is the first, a weight of a phase the last
 # safetensors' names of dtypes
 DTYPES = {
     "F64": torch.float64,

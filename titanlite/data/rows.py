@@ -2,8 +2,8 @@
 
 What it is: the tokens of a source are cut into rows of S + 1 tokens: windows one after the other
 (`Windows`), or whole documents packed together (`packing.py`). A row has S inputs and S labels, so
-neighbouring windows overlap by one token. `read_batch` reads rows of any sources into a batch. What
-a row leaves empty is padding: no token, in whatever counts tokens.
+neighbouring windows overlap by one token. `read_batch` reads rows of any sources into a batch. The
+positions that a row does not fill are padding, which no count of tokens includes.
 What it costs: a copy of the tokens from the memory map.
 """
 

@@ -22,11 +22,11 @@ from titanlite.runtime.files import read_bounded
 from titanlite.tokenizer.tokenizer_json import TEMPLATE_FILE
 
 logger = logging.getLogger("titanlite")
-KEPT_FILE = "huggingface.json"  # name of a file -> its content
+KEPT_FILE = "huggingface.json"  # name of a file, or TRAINING -> its content
 CONFIG = "config.json"  # only these of its fields:
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # And under this name those that only transformers uses, most of them in training
-TRAINING = "config.json, training"
+TRAINING = "training"
 TRAINING_FIELDS = (
     "attention_dropout",
     "initializer_range",
