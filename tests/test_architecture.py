@@ -235,12 +235,7 @@ SETS_ATTRIBUTES = {
         "adapter.dropout_keys",
         "block.forward",
     },
-    "titanlite/parallel/float8.py": {
-        "ctx.scaling",
-        "module.__class__",
-        "module.emulate",
-        "module.rowwise",
-    },
+    "titanlite/parallel/float8.py": {"ctx.scaling"},
     "titanlite/parallel/mixed_precision.py": {"module.__class__"},
     "titanlite/parallel/pipeline_parallel.py": {
         "part.layers[name]",

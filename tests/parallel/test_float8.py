@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import subprocess
@@ -29,6 +30,7 @@ from titanlite.parallel.float8 import (
     Scaling,
     apply_float8,
     float8_linear,
+    float8_product,
     quantize,
 )
 
@@ -130,8 +132,8 @@ def layer_on(kind: str, rowwise: bool, compiled: bool) -> list[torch.Tensor]:
     between its parts.
     """
     generator = torch.Generator().manual_seed(0)
-    layer: Any = torch.nn.Linear(64, 96, bias=False)
-    layer.__class__, layer.emulate, layer.rowwise = Float8Linear, True, rowwise
+    product = functools.partial(float8_product, emulate=True, rowwise=rowwise)
+    layer = Float8Linear(torch.nn.Linear(64, 96, bias=False), product)
     weight = torch.randn(96, 64, generator=generator) * torch.logspace(-2, 1, 96)[:, None]
     x = torch.randn(2, 24, 64, generator=generator) * torch.logspace(-1, 2, 64)
     gradient = torch.randn(2, 24, 96, generator=generator) * torch.logspace(-3, 0, 96)

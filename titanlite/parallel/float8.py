@@ -28,7 +28,9 @@ With one scale per tensor these are 3 all-reduces of 4 bytes for a layer cut by 
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -170,39 +172,54 @@ def float8_linear(x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
     return out[: len(out) - missing].unflatten(0, x.shape[:-1])
 
 
-class Float8Linear(nn.Linear):
-    """A linear layer whose products are in 8 bits; a bias is added in the compute dtype."""
+def float8_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, emulate: bool, rowwise: bool
+) -> Tensor:
+    """Computes `F.linear` with products in 8 bits, also under tensor parallel.
 
-    emulate: bool
-    rowwise: bool
+    A bias is added in the compute dtype.
+    """
+    if isinstance(x, DTensor) and isinstance(weight, DTensor):
+        out = _float8_product_over_tp(x, weight, emulate, rowwise)
+    else:
+        out = float8_linear(x, weight, Scaling(emulate, rowwise))
+    return out if bias is None else out + bias
+
+
+def _float8_product_over_tp(x: DTensor, weight: DTensor, emulate: bool, rowwise: bool) -> Tensor:
+    mesh = x.device_mesh
+    features = Shard(x.ndim - 1)
+    # Where the weight is cut by rows, each rank has one term of the input's gradient; where it
+    # is cut by columns, one term of the output.
+    to_x: Placement = features
+    to_out: Placement = Partial()
+    cut = "K"
+    if weight.placements[0] == Shard(0):
+        to_x = Partial()
+        to_out = features
+        cut = "N"
+    scaling = Scaling(emulate, rowwise, mesh, cut)
+    out = float8_linear(x.to_local(grad_placements=[to_x]), weight.to_local(), scaling)
+    return DTensor.from_local(out, mesh, [to_out], run_check=False)
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer whose products are in 8 bits."""
+
+    def __init__(self, layer: nn.Linear, product: Callable[..., Tensor]) -> None:
+        """Takes the parameters of `layer`. `product`: `float8_product` with its options."""
+        biased = layer.bias is not None
+        super().__init__(layer.in_features, layer.out_features, bias=biased, device="meta")
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.product = product
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.multiply(x)
-        return out if self.bias is None else out + self.bias
-
-    def multiply(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        if not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
-            return float8_linear(x, weight, Scaling(self.emulate, self.rowwise))
-        mesh = x.device_mesh
-        features = Shard(x.ndim - 1)
-        # Where the weight is cut by rows, each rank has one term of the input's gradient; where it
-        # is cut by columns, one term of the output.
-        to_x: Placement = features
-        to_out: Placement = Partial()
-        cut = "K"
-        if weight.placements[0] == Shard(0):
-            to_x = Partial()
-            to_out = features
-            cut = "N"
-        scaling = Scaling(self.emulate, self.rowwise, mesh, cut)
-        out = float8_linear(x.to_local(grad_placements=[to_x]), weight.to_local(), scaling)
-        return DTensor.from_local(out, mesh, [to_out], run_check=False)
+        return self.product(x, self.weight, self.bias)
 
 
 def apply_float8(model: Llama, config: Float8Config, device_type: str, tp: int = 1) -> None:
-    """Replaces the class of each linear layer in the blocks that is not skipped; parameters do not
-    change.
+    """Replaces each linear layer in the blocks that is not skipped; parameters do not change.
 
     `tp`: the number of ranks over which tensor parallel will divide each layer.
     Raises ConfigError if the device does not support float8 products.
@@ -218,7 +235,10 @@ def apply_float8(model: Llama, config: Float8Config, device_type: str, tp: int =
     num_converted = 0
     num_skipped = 0
     num_odd = 0
-    for name, module in model.layers.named_modules(prefix="layers"):
+    # One object, because blocks with different ones would be compiled one by one
+    rowwise = config.scaling == "rowwise"
+    product = functools.partial(float8_product, emulate=config.emulate, rowwise=rowwise)
+    for name, module in list(model.layers.named_modules(prefix="layers")):
         if not isinstance(module, nn.Linear):
             continue
         if any(part in name for part in config.skipped):
@@ -227,12 +247,7 @@ def apply_float8(model: Llama, config: Float8Config, device_type: str, tp: int =
             num_odd += 1
         else:
             num_converted += 1
-            # The class is replaced, not the forward, so that all blocks have the same code and one
-            # compiled graph.
-            module.__class__ = Float8Linear
-            assert isinstance(module, Float8Linear)
-            module.emulate = config.emulate
-            module.rowwise = config.scaling == "rowwise"
+            model.set_submodule(name, Float8Linear(module, product))
     logger.info(
         "float8: %d linear layers; %d skipped by name, %d for sides that are not multiples of %d",
         num_converted,
