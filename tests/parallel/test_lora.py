@@ -33,6 +33,7 @@ from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.dropout import dropped
 from titanlite.parallel.lora import LoRALinear, apply_dropout, apply_lora, is_adapter
+from titanlite.parallel.parallelize import freeze
 from titanlite.rules.check import check_layout
 from titanlite.tools.formats.adapters import lora_of, merge
 from titanlite.tools.formats.detect_format import open_adapter, open_full_state
@@ -48,6 +49,7 @@ def with_adapters(config: LoraConfig) -> Llama:
     """With dropout also factors B that are not 0."""
     model = Llama(SMALL, 16)
     apply_lora(model, config)
+    freeze(model, [], adapted=True)
     model.init_weights(1)
     if config.drops:
         apply_dropout(model)
@@ -112,7 +114,7 @@ def masked_by_hand() -> dict[str, torch.Tensor]:
     model.load_state_dict({name: p.detach() for name, p in trained.items()})
     for name, layer in model.named_modules():
         if isinstance(layer, LoRALinear):
-            mask = keep(name, layer.in_features)
+            mask = keep(name, layer.weight.shape[1])
 
             def forward(x, layer=layer, mask=mask):
                 low = F.linear(x * mask, layer.lora_a.weight)
@@ -314,6 +316,7 @@ def test_adapters_of_peft_give_its_logits_and_gradients(peft_model, p, monkeypat
     trained = Llama(base.model, 128)
     targets = "wq wk wv wo w2"
     apply_lora(trained, LoraConfig(rank=3, alpha=12, targets=targets, dropout=p))
+    freeze(trained, [], adapted=True)
     apply_dropout(trained)
     state = trained.state_dict()
     fill(base, {name: tensor for name, tensor in state.items() if not is_adapter(name)})

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -46,6 +47,7 @@ from torch.distributed.tensor import (
 
 from titanlite.config.schema import LoraConfig
 from titanlite.parallel.dropout import dropped
+from titanlite.parallel.float8 import Float8Linear
 
 if TYPE_CHECKING:
     from titanlite.model.llama import Llama
@@ -63,24 +65,50 @@ def is_frozen(name: str) -> bool:
     return not is_adapter(name)
 
 
-class LoRALinear(nn.Linear):
-    """A linear layer with an adapter; mixed into the class that the layer has (`with_adapter`)."""
+class LoRALinear(nn.Module):
+    """A linear layer with an adapter."""
 
-    lora_a: nn.Linear  # (r, K)
-    lora_b: nn.Linear  # (N, r)
-    lora_scale: float
-    lora_dropout: float
-    # For the dropout mask: a number from the adapter's name, and the index of x's first feature
-    # (not 0 where a rank has a part of the features). The salt is a tensor, because blocks that
-    # differ in a Python number would be compiled one by one.
-    lora_salt: Tensor
-    lora_first: int
-    # (B, S): the keys of the tokens in this forward; None: no dropout
-    dropout_keys: Tensor | None = None
+    def __init__(self, layer: nn.Linear, config: LoraConfig, name: str) -> None:
+        """Takes the parameters and the product of `layer`, whose name in the model is `name`.
+
+        The two factors of the adapter have no values yet.
+        """
+        super().__init__()
+        self.weight = layer.weight  # (N, K)
+        self.bias = layer.bias
+        self.product: Callable[..., Tensor] = F.linear
+        if isinstance(layer, Float8Linear):
+            self.product = layer.product
+        device = layer.weight.device
+        linear = functools.partial(nn.Linear, bias=False, device=device, dtype=layer.weight.dtype)
+        self.lora_a = linear(layer.in_features, config.rank)  # (r, K)
+        self.lora_b = linear(config.rank, layer.out_features)  # (N, r)
+        self.lora_scale = config.scale
+        self.lora_dropout = config.dropout
+        # For the dropout mask: a number from the adapter's name, and the index of x's first feature
+        # (not 0 where a rank has a part of the features). The salt is a tensor, because blocks that
+        # differ in a Python number would be compiled one by one; on the CPU, because the model is
+        # still on the meta device, where tensors have no values.
+        self.lora_salt = torch.tensor(zlib.crc32(name.encode()), device="cpu")
+        self.lora_first = 0
+        # (B, S): the keys of the tokens in this forward; None: no dropout
+        self.dropout_keys: Tensor | None = None
+
+    def shard(self, mesh: DeviceMesh, by_rows: bool) -> None:
+        """Divides the parameters over the tp axis, by output features or by input features."""
+        if by_rows:
+            placements = [Shard(0), Replicate(), Shard(0)]
+        else:
+            placements = [Shard(1), Shard(1), Replicate()]
+            self.lora_first = mesh.get_local_rank() * (self.weight.shape[1] // mesh.size())
+        for module, placement in zip((self, self.lora_a, self.lora_b), placements, strict=True):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                cut = distribute_tensor(parameter.detach(), mesh, [placement])
+                setattr(module, name, nn.Parameter(cut))
 
     def forward(self, x: Tensor) -> Tensor:
         """Adds the adapter's output to the layer's: x (B, S, K) -> (B, S, N)."""
-        return super().forward(x) + self.adapter(x)
+        return self.product(x, self.weight, self.bias) + self.adapter(x)
 
     def adapter(self, x: Tensor) -> Tensor:
         """Computes s B A x; under tensor parallel this rank's part, or its term of the sum."""
@@ -115,23 +143,12 @@ class LoRALinear(nn.Linear):
         return F.linear(x.masked_fill(mask, 0), a) * (self.lora_scale / (1 - self.lora_dropout))
 
 
-@functools.cache
-def with_adapter(kind: type[nn.Linear]) -> type[nn.Linear]:
-    """Derives a class with an adapter from a kind of linear layer (`nn.Linear`, `Float8Linear`).
-
-    All blocks get the same class, so they are compiled once.
-    """
-    return type(f"LoRA{kind.__name__}", (LoRALinear, kind), {})
-
-
 def apply_lora(model: Llama, config: LoraConfig) -> None:
-    """Freezes a part of the model, and adds adapters to its linear layers that `config` names.
+    """Replaces the linear layers that `config` names by layers with adapters.
 
-    Call it after `apply_float8` and `apply_tp`: an adapter is cut as its layer is. For dropout,
-    call `apply_dropout` too.
+    Call it after `apply_float8` and before `apply_tp`; then `freeze` the other parameters. For
+    dropout, call `apply_dropout` too.
     """
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
     model.draw = functools.partial(draw, model.draw)  # type: ignore[method-assign]
     for number, block in model.layers.items():
         if not config.adapts_layer(int(number)):
@@ -139,7 +156,8 @@ def apply_lora(model: Llama, config: LoraConfig) -> None:
         for name, layer in list(block.named_modules()):
             if name.rpartition(".")[2] in config.target_names:
                 assert isinstance(layer, nn.Linear)
-                add_adapter(layer, config, f"layers.{number}.{name}")
+                adapted = LoRALinear(layer, config, f"layers.{number}.{name}")
+                block.set_submodule(name, adapted)
 
 
 def draw(
@@ -158,31 +176,6 @@ def draw(
         return weight.zero_()
     bound = weight.shape[1] ** -0.5
     return weight.uniform_(-bound, bound, generator=generator)
-
-
-def add_adapter(layer: nn.Linear, config: LoraConfig, name: str) -> None:
-    """Adds the two factors of an adapter to the linear layer of this name, without values yet."""
-    weight = layer.weight  # (N, K), or this rank's part of it
-    features_out, features_in = weight.shape
-    linear = functools.partial(nn.Linear, bias=False, device=weight.device, dtype=weight.dtype)
-    a = linear(features_in, config.rank)
-    b = linear(config.rank, features_out)
-    first = 0
-    if isinstance(weight, DTensor):
-        by_rows = weight.placements[0] == Shard(0)
-        if not by_rows:
-            first = weight.device_mesh.get_local_rank() * weight.to_local().shape[1]
-        a.weight = _cut(a.weight, weight, Replicate() if by_rows else Shard(1))
-        b.weight = _cut(b.weight, weight, Shard(0) if by_rows else Replicate())
-    layer.__class__ = with_adapter(type(layer))  # type: ignore[arg-type]  # hashable
-    assert isinstance(layer, LoRALinear)
-    layer.lora_a = a
-    layer.lora_b = b
-    layer.lora_scale = config.scale
-    layer.lora_dropout = config.dropout
-    # On the CPU: the model is still on the meta device, where tensors have no values
-    layer.lora_salt = torch.tensor(zlib.crc32(name.encode()), device="cpu")
-    layer.lora_first = first
 
 
 def apply_dropout(model: Llama) -> None:
@@ -206,8 +199,3 @@ def _with_keys(
     for adapter in adapters:
         adapter.dropout_keys = dropout_keys
     return forward(*arguments, **routing)
-
-
-def _cut(factor: Tensor, weight: DTensor, placement: Placement) -> nn.Parameter:
-    """Makes a factor a DTensor on the mesh of the layer's weight."""
-    return nn.Parameter(distribute_tensor(factor.detach(), weight.device_mesh, [placement]))

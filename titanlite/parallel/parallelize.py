@@ -1,7 +1,8 @@
 """Turns a plain model into a parallel one: the techniques that are applied, and their order.
 
 What it is: each technique is a function `apply_*` that changes modules in place.
-Why this order: three pairs must be in this order. The right column is torch 2.13's error for the
+Why this order: float8 and adapters replace layers, so they come before tp, whose hooks are on the
+layers. Three more pairs must be in this order. The right column is torch 2.13's error for the
 reverse order:
 
     pipeline before fsdp       "FSDP does not support deepcopy": each stage is made from a copy of
@@ -39,7 +40,7 @@ from titanlite.parallel.deferred_output import defer_output
 from titanlite.parallel.expert_parallel import apply_ep
 from titanlite.parallel.float8 import apply_float8
 from titanlite.parallel.fsdp import apply_fsdp
-from titanlite.parallel.lora import apply_dropout, apply_lora
+from titanlite.parallel.lora import apply_dropout, apply_lora, is_frozen
 from titanlite.parallel.mixed_precision import apply_mixed_precision
 from titanlite.parallel.pipeline_parallel import split_into_stages
 from titanlite.parallel.required_memory import require_memory
@@ -98,15 +99,16 @@ def parallelize(model: Llama, config: Config, mesh: Mesh, compiled: bool) -> Non
     # Inside the blocks and at the ends: replaces or cuts single layers
     if config.float8.enabled:
         apply_float8(model, config.float8, mesh.device_type, mesh["tp"].size())
+    if config.lora.rank > 0:
+        apply_lora(model, config.lora)
     if loss_chunks(config, model.config.vocab_size, mesh.degrees) > 1:
         defer_output(model)
     if mesh["tp"].size() > 1:
         apply_tp(model, mesh["tp"], parallel.async_tp)
     if model.config.num_experts:
         apply_ep(model, mesh)
-    if config.lora.rank > 0:
-        apply_lora(model, config.lora)
-    freeze(model, training.frozen_patterns)
+    # After tp, which makes new parameters
+    freeze(model, training.frozen_patterns, adapted=config.lora.rank > 0)
     masked = config.data.document_mask or any(model.windows)
     if masked and mesh.device_type == "cuda":
         apply_block_mask(model, missing_for_inductor(mesh.device_type))
@@ -131,13 +133,14 @@ def parallelize(model: Llama, config: Config, mesh: Mesh, compiled: bool) -> Non
         apply_mixed_precision(model, compute)
 
 
-def freeze(model: Llama, patterns: Sequence[str]) -> None:
-    """Excludes parameters whose names fit a pattern from training.
+def freeze(model: Llama, patterns: Sequence[str], adapted: bool) -> None:
+    """Excludes parameters from training: those whose names fit a pattern and, in a model with
+    adapters, all others than these.
 
     They get no gradients, no moments and no updates.
     """
     for name, parameter in model.named_parameters():
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
+        if (adapted and is_frozen(name)) or any(fnmatchcase(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
 
 

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -58,6 +58,7 @@ from torch.distributed.tensor.parallel import (
 from titanlite.distributed.torch_private import use_symmetric_memory
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.deferred_output import DeferredOutput, WeightHolder
+from titanlite.parallel.lora import LoRALinear
 from titanlite.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -102,6 +103,26 @@ def block_plan(qk_norm: bool, experts: bool) -> dict[str, ParallelStyle]:
     return plan
 
 
+def around_adapter(by_rows: bool) -> ParallelStyle:
+    """Converts input and output of a layer with an adapter, which cuts its weight and its factors
+    itself: torch's styles for linear layers know no parameters of submodules.
+    """
+    features = Shard(-1)
+    if by_rows:
+        return PrepareModuleInputOutput(
+            input_layouts=REPLICATED,
+            desired_input_layouts=REPLICATED,
+            output_layouts=features,
+            desired_output_layouts=features,
+        )
+    return PrepareModuleInputOutput(
+        input_layouts=features,
+        desired_input_layouts=features,
+        output_layouts=Partial(),
+        desired_output_layouts=SEQUENCE_SHARD,
+    )
+
+
 def ends_plan(model: Llama) -> dict[str, ParallelStyle]:
     """Maps the embedding, the norm and the output layer, as far as this part of the model has
     them, to the way they are parallelised.
@@ -138,6 +159,11 @@ def apply_tp(model: Llama, mesh: DeviceMesh, async_tp: bool) -> None:
     parallelize_module(model, mesh, ends_plan(model))
     for block in model.layers.values():
         plan = block_plan(model.config.qk_norm, model.config.num_experts > 0)
+        for name, layer in block.named_modules():
+            if isinstance(layer, LoRALinear):
+                by_rows = isinstance(plan[name], ColwiseParallel)
+                layer.shard(mesh, by_rows)
+                plan[name] = around_adapter(by_rows)
         parallelize_module(block, mesh, plan)
     if isinstance(model.tok_embeddings, nn.Embedding):
         # The embedding's reduce-scatter is still in flight here, and a compiled block that receives

@@ -122,7 +122,7 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
         apply_lora(model, config.lora)
     if config.lora.drops:
         apply_dropout(model)
-    freeze(model, training.frozen_patterns)
+    freeze(model, training.frozen_patterns, adapted=config.lora.rank > 0)
     model.to_empty(device=device)
     model.init_weights(config.run.seed)
     fill_weights([model])
