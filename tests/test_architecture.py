@@ -204,12 +204,6 @@ SETS_ATTRIBUTES = {
         "layer.sums[1]",
         "moe.probabilities",
     },
-    "titanlite/parallel/activation_checkpoint.py": {
-        "attention.forward",
-        "block.forward",
-        "mixture.forward",
-    },
-    "titanlite/parallel/compile.py": {"compiled.forward"},
     "titanlite/parallel/expert_parallel.py": {
         "ctx.sizes",
         "experts.forward",
@@ -217,15 +211,12 @@ SETS_ATTRIBUTES = {
         "layer.weight",
     },
     "titanlite/parallel/context_parallel.py": {
-        "inner_attention.forward",
         "model.document_mask",
         "model.positions",
     },
     "titanlite/parallel/lora.py": {
-        "model.draw",
         "module[name]",
         "adapter.dropout_keys",
-        "block.forward",
     },
     "titanlite/parallel/float8.py": {"ctx.scaling"},
     "titanlite/parallel/mixed_precision.py": {"module.__class__"},

@@ -143,5 +143,5 @@ if __name__ == "__main__":
 
 # With torch, and in titanlite:
 #   RingAttention  torch.distributed.tensor.experimental.context_parallel
-#                  titanlite/parallel/context_parallel.py: all_gather_attention
+#                  titanlite/parallel/context_parallel.py: AllGatherAttention
 #   two parts of the sequence for each rank  titanlite/parallel/context_parallel.py: own_chunks

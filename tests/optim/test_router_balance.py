@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from model_builder import SMALL, small_model
-from torch.utils.checkpoint import checkpoint
 
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.llama import Llama
 from titanlite.optim.router_balance import RouterBalance
+from titanlite.parallel.activation_checkpoint import recomputed as checkpointed
 from titanlite.rules.degrees import AXES
 
 EXPERTS = dataclasses.replace(SMALL, num_experts=4, experts_per_token=2, expert_ffn_dim=24)
@@ -71,7 +70,7 @@ def take_step(recomputed: bool, num_padding: int = 0) -> list[tuple]:
     balance = RouterBalance([model], WEIGHT, mesh, CPU)
     if recomputed:
         for block in model.layers.values():
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            block.wrap(checkpointed)
     results = []
     for _ in range(2):
         balance.start_step(torch.tensor(3 * 16), 1.0)

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 
 from titanlite.distributed.mesh import Mesh
 from titanlite.parallel.context_parallel import (
-    all_gather_attention,
-    chunk_masks,
+    AllGatherAttention,
+    UlyssesAttention,
     local_positions,
-    ulysses_attention,
 )
 from titanlite.rules.degrees import AXES
 
@@ -36,9 +35,9 @@ def attend(size: int, method: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     here = local_positions(SEQ_LEN, mesh, method)
     q, k, v, gradient = (x[:, :, here].requires_grad_() for x in make_inputs())
     if method == "ulysses":
-        out = ulysses_attention(q, k, v, None, mesh)
+        out = UlyssesAttention(mesh)(q, k, v)
     else:
-        out = all_gather_attention(q, k, v, None, mesh, chunk_masks(SEQ_LEN, mesh))
+        out = AllGatherAttention(SEQ_LEN, mesh)(q, k, v)
     out.backward(gradient.detach())
     return out.detach(), [x.grad for x in (q, k, v)]
 

@@ -14,8 +14,7 @@ from torch.nn.attention import flex_attention
 from titanlite.config.schema import CompileConfig, DataConfig
 from titanlite.data.rows import IGNORED, Batch, count_targets
 from titanlite.data.stream import TrainStream
-from titanlite.model import block_mask
-from titanlite.model.llama import Llama
+from titanlite.model import block_mask, llama
 from titanlite.parallel.context_parallel import local_positions
 
 DOCUMENTS = [[5, 7, 12], [10, 1, 13]]  # their lengths in two rows
@@ -36,7 +35,7 @@ def logits(
     Those of an evaluation must be equal. `blocks`: with FlexAttention, as on CUDA.
     """
     if blocks:
-        Llama.document_mask = staticmethod(block_mask.block_mask)
+        llama.document_mask = block_mask.block_mask
         block_mask.compiled_flex_attention = lambda: flex_attention.flex_attention
         # That there is no kernel for a backward on CPUs
         flex_attention._validate_device = lambda *tensors: None

@@ -15,8 +15,8 @@ from torch.nn.attention import flex_attention
 from titanlite.config.schema import CompileConfig, DataConfig
 from titanlite.data.rows import IGNORED, Batch
 from titanlite.model import block_mask
+from titanlite.model import llama as llama_module
 from titanlite.model.flavors import LlamaConfig
-from titanlite.model.llama import Llama
 from titanlite.parallel.context_parallel import local_positions
 
 SEQ_LEN = 24
@@ -38,7 +38,7 @@ def logits(
     `blocks`: with FlexAttention, as on CUDA.
     """
     if blocks:
-        Llama.document_mask = staticmethod(block_mask.block_mask)
+        llama_module.document_mask = block_mask.block_mask
         block_mask.compiled_flex_attention = lambda: flex_attention.flex_attention
         # That there is no kernel for a backward on CPUs
         flex_attention._validate_device = lambda *tensors: None

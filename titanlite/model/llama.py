@@ -5,7 +5,9 @@ and an output projection. It uses RMSNorm (arXiv 1910.07467) before attention an
 rotary positions (RoPE, arXiv 2104.09864), grouped-query attention (arXiv 2305.13245) and SwiGLU
 (arXiv 2002.05202).
 Why it is here: this is the only model definition. It contains no parallelism; `parallel/` changes
-it from outside.
+it from outside, in four ways: it replaces submodules, wraps the computation of a block, of its
+attention or of its experts (`wrappable.py`), and sets `document_mask` and `initial_values` of the
+model.
 What it costs: 2 FLOPs per parameter and token in the forward, twice that in the backward, plus
 attention (`flops.py` has the exact count).
 
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from titanlite.model.attention import Mask, attention, document_mask
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.moe import MixtureOfExperts
+from titanlite.model.wrappable import Wrappable
 
 # Parameters of a block whose initial std decreases with the block's depth
 SMALLER_WITH_DEPTH = (
@@ -150,7 +153,7 @@ class CausalAttention(nn.Module):
         return attention(q, k, v, mask, causal)
 
 
-class Attention(nn.Module):
+class Attention(Wrappable):
     """Causal self-attention; H query heads share K key/value heads."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -165,9 +168,9 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
             self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
-        self.attend = CausalAttention()
+        self.attend: nn.Module = CausalAttention()
 
-    def forward(
+    def compute(
         self, x: Tensor, rope: Tensor, mask: Mask | None = None, cache: LayerCache | None = None
     ) -> Tensor:
         # -1, not the number of heads: with tp a rank has only some of them
@@ -196,7 +199,7 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class TransformerBlock(nn.Module):
+class TransformerBlock(Wrappable):
     """Attention and feed-forward.
 
     Each reads the normalised residual stream and adds its result to the stream.
@@ -209,7 +212,7 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = MixtureOfExperts(config) if config.num_experts else FeedForward(config)
 
-    def forward(
+    def compute(
         self,
         x: Tensor,
         rope: Tensor,
@@ -249,8 +252,6 @@ class Llama(nn.Module):
     """
 
     rope: Tensor
-    # `parallel/` may replace it; with cp it returns a mask for each chunk of queries
-    document_mask: Callable[..., Mask | list[Mask]] = staticmethod(document_mask)
 
     def __init__(self, config: LlamaConfig, seq_len: int) -> None:
         super().__init__()
@@ -268,6 +269,10 @@ class Llama(nn.Module):
             self.output: nn.Module = TiedOutput(self.tok_embeddings)
         else:
             self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        # `parallel/` may replace it; with cp it returns a mask for each chunk of queries
+        self.document_mask: Callable[..., Mask | list[Mask]] = document_mask
+        # How parameters are drawn that `parallel/` adds, by the end of their names
+        self.initial_values: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {}
         # Always computed, never saved: a table in a checkpoint would fix the sequence length.
         self.register_buffer("rope", rope_table(config, torch.arange(seq_len)), persistent=False)
 
@@ -335,11 +340,13 @@ class Llama(nn.Module):
     def draw(self, name: str, weight: Tensor, generator: torch.Generator) -> Tensor:
         """Draws a parameter's initial value by torchtitan's rules; Llama's are not published.
 
-        `parallel/` may replace it, for the parameters that it adds.
         The std of wo, w2 and w3 decreases with depth. A tied embedding has std 0.02, as in Llama
         3.2's configuration: with std 1 the first logits would have std sqrt(D), and the first loss
         would be far above ln(V).
         """
+        for ending, draw in self.initial_values.items():
+            if name.endswith(ending):
+                return draw(weight, generator)
         if name.endswith("norm.weight"):
             return weight.fill_(1.0)
         if name.endswith(".bias"):

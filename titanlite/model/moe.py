@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.model.flavors import LlamaConfig
+from titanlite.model.wrappable import Wrappable
 
 
 class ExpertLinear(nn.Module):
@@ -83,7 +84,7 @@ class RouterProbabilities(nn.Module):
         return F.softmax(logits, dim=-1, dtype=torch.float32)
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(Wrappable):
     """The router and the experts: (B, S, D) -> (B, S, D)."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -94,7 +95,7 @@ class MixtureOfExperts(nn.Module):
         self.probabilities = RouterProbabilities()
         self.experts = Experts(config)
 
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+    def compute(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """Computes all positions; `padding`: see `RouterProbabilities`."""
         k = self.experts_per_token
         weights, chosen = self.route(x, padding)  # (T, k)

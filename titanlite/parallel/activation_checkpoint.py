@@ -43,6 +43,7 @@ from titanlite.distributed.torch_private import (
     SCALED_MM,
     SHARD_ALL_TO_ALL,
 )
+from titanlite.model.wrappable import Wrappable
 from titanlite.parallel.activation_offload import offload_input
 
 if TYPE_CHECKING:
@@ -58,28 +59,31 @@ MATMULS = (torch.ops.aten.mm.default, SCALED_MM)  # the second multiplies float8
 
 
 def apply_ac(model: Llama, config: RecomputeConfig) -> None:
-    """Replaces the forward of every n-th block, for `full` and `selective`."""
+    """Wraps the computation of every n-th block, for `full` and `selective`."""
     if config.mode in ("none", "memory_budget"):
         return
     for name, block in model.layers.items():
         if int(name) % config.every != 0:
             continue
+        assert isinstance(block, Wrappable)
         if config.mode == "full":
-            block.forward = recomputed(block.forward)
+            block.wrap(recomputed)
             if config.offload:
-                block.forward = offload_input(block.forward)
+                block.wrap(offload_input)
         elif model.config.num_experts:
             attention = block.get_submodule("attention")
-            attention.forward = recomputed(attention.forward, context_fn=_selective_contexts)
             mixture = block.get_submodule("feed_forward")
-            mixture.forward = recomputed(mixture.forward)
+            assert isinstance(attention, Wrappable)
+            assert isinstance(mixture, Wrappable)
+            attention.wrap(recomputed, context_fn=_selective_contexts)
+            mixture.wrap(recomputed)
         else:
-            block.forward = recomputed(block.forward, context_fn=_selective_contexts)
+            block.wrap(recomputed, context_fn=_selective_contexts)
 
 
-def recomputed(forward: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
-    """Wraps a forward whose activations are dropped; `options` are those of `checkpoint`."""
-    return functools.partial(checkpoint, forward, use_reentrant=False, **options)
+def recomputed(computation: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+    """Wraps a computation whose activations are dropped; `options` are those of `checkpoint`."""
+    return functools.partial(checkpoint, computation, use_reentrant=False, **options)
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -38,6 +38,7 @@ from titanlite.distributed.torch_private import (
     set_recompile_limit,
     torch_library_folder,
 )
+from titanlite.model.wrappable import Wrappable
 from titanlite.runtime import interpreter
 from titanlite.runtime.errors import ConfigError
 
@@ -151,17 +152,16 @@ def missing_compiler(config: Config, device_type: str) -> str:
 def apply_compile(
     model: Llama, backend: str, recompute: RecomputeConfig, async_tp: bool = False
 ) -> None:
-    """Replaces each block's forward by its compiled version."""
+    """Compiles the computation of each block."""
     options = OVERLAP_TENSOR_PARALLEL if async_tp else None  # options of inductor
     set_recompile_limit(VARIANTS)
     set_activation_memory_budget(recompute.budget if recompute.mode == "memory_budget" else 1.0)
     for block in model.layers.values():
         # The router of a mixture of experts decides about sizes, which a graph cannot have
         compiled = block.get_submodule("attention") if model.config.num_experts else block
+        assert isinstance(compiled, Wrappable)
         # fullgraph: a graph break is an error
-        compiled.forward = torch.compile(
-            compiled.forward, backend=backend, options=options, fullgraph=True
-        )
+        compiled.wrap(torch.compile, backend=backend, options=options, fullgraph=True)
 
 
 def first_message(text: str) -> str:

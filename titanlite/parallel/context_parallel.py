@@ -39,7 +39,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import causal_lower_right
@@ -74,16 +74,13 @@ def own_chunks(mesh: DeviceMesh) -> tuple[int, int]:
 def apply_cp(model: Llama, mesh: DeviceMesh, method: str) -> None:
     """Replaces each block's inner attention, and sets the positions of this rank's tokens."""
     model.positions = local_positions(model.seq_len, mesh, method)
-    attend: Callable[..., Tensor] = functools.partial(ulysses_attention, mesh=mesh)
+    attend: nn.Module = UlyssesAttention(mesh)
     if method == "all_gather":
-        attend = functools.partial(
-            all_gather_attention, mesh=mesh, masks=chunk_masks(model.seq_len, mesh)
-        )
+        attend = AllGatherAttention(model.seq_len, mesh)
         build = cast("Callable[[Tensor, int, int, int], Mask]", model.document_mask)
         model.document_mask = functools.partial(document_masks, mesh=mesh, build=build)
     for block in model.layers.values():
-        inner_attention = block.get_submodule("attention.attend")
-        inner_attention.forward = attend
+        block.set_submodule("attention.attend", attend)  # one for all: it has no parameters
 
 
 class BatchSharder:
@@ -123,47 +120,55 @@ def document_masks(
     ]
 
 
-def all_gather_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: list[Mask] | None,
-    mesh: DeviceMesh,
-    masks: list[Mask],
-) -> Tensor:
-    """Computes causal attention for the queries of this rank's head and tail chunk.
+class AllGatherAttention(nn.Module):
+    """Causal attention of the queries of this rank's head and tail chunk."""
 
-    q (B, H, S/cp, Dh), k and v (B, K, S/cp, Dh) -> (B, H, S/cp, Dh). `documents`: the masks of
-    `document_masks`, which replace `masks`; or None.
-    """
-    size = mesh.size()
-    both = torch.stack((k, v))  # (2, B, K, S/cp, Dh): one all-gather for both
-    gathered = DTensor.from_local(both, mesh, [Shard(3)]).redistribute(placements=[Replicate()])
-    # Each rank attends with its queries only: its gradient of the keys is one term of a sum
-    chunks = gathered.to_local(grad_placements=[Partial()]).chunk(2 * size, dim=3)
-    # Chunks are in the order of ranks: 0, 2 cp - 1, 1, 2 cp - 2, ... Sort them by position:
-    heads = [2 * rank for rank in range(size)]
-    tails = [2 * rank + 1 for rank in reversed(range(size))]
-    order = heads + tails
-    outputs = []
-    for chunk, index, mask in zip(
-        q.chunk(2, dim=2), own_chunks(mesh), documents or masks, strict=True
-    ):
-        # Each (B, K, (index + 1) S/2cp, Dh)
-        keys, values = torch.cat([chunks[i] for i in order[: index + 1]], dim=3)
-        outputs.append(attention(chunk, keys, values, mask))
-    return torch.cat(outputs, dim=2)
+    def __init__(self, seq_len: int, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.masks = chunk_masks(seq_len, mesh)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: list[Mask] | None = None
+    ) -> Tensor:
+        """Computes attention: q (B, H, S/cp, Dh), k and v (B, K, S/cp, Dh) -> (B, H, S/cp, Dh).
+
+        `documents`: the masks of `document_masks`, which replace `masks`; or None.
+        """
+        size = self.mesh.size()
+        both = torch.stack((k, v))  # (2, B, K, S/cp, Dh): one all-gather for both
+        sharded = DTensor.from_local(both, self.mesh, [Shard(3)])
+        gathered = sharded.redistribute(placements=[Replicate()])
+        # Each rank attends with its queries only: its gradient of the keys is one term of a sum
+        chunks = gathered.to_local(grad_placements=[Partial()]).chunk(2 * size, dim=3)
+        # Chunks are in the order of ranks: 0, 2 cp - 1, 1, 2 cp - 2, ... Sort them by position:
+        heads = [2 * rank for rank in range(size)]
+        tails = [2 * rank + 1 for rank in reversed(range(size))]
+        order = heads + tails
+        outputs = []
+        for chunk, index, mask in zip(
+            q.chunk(2, dim=2), own_chunks(self.mesh), documents or self.masks, strict=True
+        ):
+            # Each (B, K, (index + 1) S/2cp, Dh)
+            keys, values = torch.cat([chunks[i] for i in order[: index + 1]], dim=3)
+            outputs.append(attention(chunk, keys, values, mask))
+        return torch.cat(outputs, dim=2)
 
 
-def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, mesh: DeviceMesh
-) -> Tensor:
-    """Computes causal attention of H/cp heads over the whole sequence; shapes as in all_gather."""
+class UlyssesAttention(nn.Module):
+    """Causal attention of H/cp heads over the whole sequence."""
 
-    def exchange(x: Tensor, source: Shard, target: Shard) -> Tensor:
-        return DTensor.from_local(x, mesh, [source]).redistribute(placements=[target]).to_local()
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
 
-    # (B, H/cp or K/cp, S, Dh)
-    q, k, v = (exchange(x, SEQUENCE_SHARD, HEAD_SHARD) for x in (q, k, v))
-    out = attention(q, k, v, mask, causal=mask is None)
-    return exchange(out, HEAD_SHARD, SEQUENCE_SHARD)  # (B, H, S/cp, Dh)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
+        """Computes attention with shapes as in `AllGatherAttention`."""
+        # (B, H/cp or K/cp, S, Dh)
+        q, k, v = (self.exchange(x, SEQUENCE_SHARD, HEAD_SHARD) for x in (q, k, v))
+        out = attention(q, k, v, mask, causal=mask is None)
+        return self.exchange(out, HEAD_SHARD, SEQUENCE_SHARD)  # (B, H, S/cp, Dh)
+
+    def exchange(self, x: Tensor, source: Shard, target: Shard) -> Tensor:
+        sharded = DTensor.from_local(x, self.mesh, [source])
+        return sharded.redistribute(placements=[target]).to_local()

@@ -46,18 +46,31 @@ from torch.distributed.tensor import (
 )
 
 from titanlite.config.schema import LoraConfig
+from titanlite.model.wrappable import Wrappable
 from titanlite.parallel.dropout import dropped
 from titanlite.parallel.float8 import Float8Linear
 
 if TYPE_CHECKING:
     from titanlite.model.llama import Llama
 
-FACTORS = (".lora_a.weight", ".lora_b.weight")
+
+def draw_a(weight: Tensor, generator: torch.Generator) -> Tensor:
+    """Fills factor A (r, K) from a uniform distribution with the std 1 / sqrt(3 K), as in PEFT."""
+    bound = weight.shape[1] ** -0.5
+    return weight.uniform_(-bound, bound, generator=generator)
+
+
+def draw_b(weight: Tensor, generator: torch.Generator) -> Tensor:
+    """Fills factor B with zeros: training begins with the model as it was."""
+    return weight.zero_()
+
+
+INITIAL_VALUES = {".lora_a.weight": draw_a, ".lora_b.weight": draw_b}
 
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name is a factor of an adapter."""
-    return name.endswith(FACTORS)
+    return name.endswith(tuple(INITIAL_VALUES))
 
 
 def is_frozen(name: str) -> bool:
@@ -149,7 +162,7 @@ def apply_lora(model: Llama, config: LoraConfig) -> None:
     Call it after `apply_float8` and before `apply_tp`; then `freeze` the other parameters. For
     dropout, call `apply_dropout` too.
     """
-    model.draw = functools.partial(draw, model.draw)  # type: ignore[method-assign]
+    model.initial_values.update(INITIAL_VALUES)
     for number, block in model.layers.items():
         if not config.adapts_layer(int(number)):
             continue
@@ -160,24 +173,6 @@ def apply_lora(model: Llama, config: LoraConfig) -> None:
                 block.set_submodule(name, adapted)
 
 
-def draw(
-    others: Callable[[str, Tensor, torch.Generator], Tensor],
-    name: str,
-    weight: Tensor,
-    generator: torch.Generator,
-) -> Tensor:
-    """Fills `weight` with the initial value of an adapter's factor; `others` draws the rest.
-
-    As in PEFT, B is zero, and A is uniform with the std 1 / sqrt(3 K).
-    """
-    if not is_adapter(name):
-        return others(name, weight, generator)
-    if name.endswith("lora_b.weight"):
-        return weight.zero_()
-    bound = weight.shape[1] ** -0.5
-    return weight.uniform_(-bound, bound, generator=generator)
-
-
 def apply_dropout(model: Llama) -> None:
     """Makes blocks pass `dropout_keys` (B, S), one of the model's `block_inputs`, to adapters.
 
@@ -185,12 +180,20 @@ def apply_dropout(model: Llama) -> None:
     computed in the meantime; and outside of a compiled graph, so that the keys are an input of it.
     """
     for block in model.layers.values():
+        assert isinstance(block, Wrappable)
         adapters = [module for module in block.modules() if isinstance(module, LoRALinear)]
-        block.forward = functools.partial(_with_keys, block.forward, adapters)
+        block.wrap(passing_keys, adapters=adapters)
+
+
+def passing_keys(
+    computation: Callable[..., Tensor], adapters: Sequence[LoRALinear]
+) -> Callable[..., Tensor]:
+    """Wraps the computation of a block with these adapters."""
+    return functools.partial(_with_keys, computation, adapters)
 
 
 def _with_keys(
-    forward: Callable[..., Tensor],
+    computation: Callable[..., Tensor],
     adapters: Sequence[LoRALinear],
     *arguments: object,
     dropout_keys: Tensor | None = None,
@@ -198,4 +201,4 @@ def _with_keys(
 ) -> Tensor:
     for adapter in adapters:
         adapter.dropout_keys = dropout_keys
-    return forward(*arguments, **routing)
+    return computation(*arguments, **routing)

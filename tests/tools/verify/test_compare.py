@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from titanlite.config.schema import LoraConfig
+from titanlite.model import llama
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.optim.router_balance import ObservedProbabilities
@@ -157,12 +158,12 @@ def window_larger_on_one_rank() -> AbstractContextManager[None]:
 
 def window_lost() -> AbstractContextManager[None]:
     """The mask of every block is causal, without the window."""
-    original = Llama.document_mask
+    original = llama.document_mask
 
     def mask(documents: Any, start: int = 0, end: int | None = None, window: int = 0) -> Any:
         return original(documents, start, end)
 
-    return replaced(Llama, "document_mask", staticmethod(mask))
+    return replaced(llama, "document_mask", mask)
 
 
 def window_in_all_blocks() -> AbstractContextManager[None]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 
 import pytest
 import torch
 from model_builder import SMALL, small_model
-from torch.utils.checkpoint import checkpoint
 
 from titanlite.config.load import load_config
 from titanlite.data.rows import Batch
 from titanlite.distributed.mesh import Mesh
+from titanlite.parallel.activation_checkpoint import recomputed
 from titanlite.rules.degrees import AXES
 from titanlite.tools.verify import compare
 from titanlite.tools.verify.compare import fill_weights
@@ -71,7 +70,7 @@ def test_each_token_is_compared_once_also_with_recomputation():
     routing.finish_step()
     model = small_model(config=EXPERTS)
     for block in model.layers.values():
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        block.wrap(recomputed)
     decisions = Decisions(model)
     places = [torch.arange(16), torch.arange(16, 32)]
     for rows in (tokens[:2], tokens[2:]):

@@ -7,7 +7,6 @@ which no curve shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from titanlite.data.rows import IGNORED, Batch
 from titanlite.distributed.mesh import Mesh
-from titanlite.model.llama import Llama
+from titanlite.model import llama
 from titanlite.parallel import stages
 from titanlite.parallel.context_parallel import BatchSharder
 from titanlite.parallel.stages import Stages
@@ -52,12 +51,12 @@ def mean_times_count() -> AbstractContextManager[None]:
 
 
 def document_mask_lost() -> AbstractContextManager[None]:
-    original: Callable[..., Any] = Llama.document_mask
+    original = llama.document_mask
 
     def mask(documents: Tensor, *bounds: int, **window: int) -> object:
         return original(torch.zeros_like(documents), *bounds, **window)  # all in one document
 
-    return replaced(Llama, "document_mask", staticmethod(mask))
+    return replaced(llama, "document_mask", mask)
 
 
 def labels_after_cut() -> AbstractContextManager[None]:
