@@ -243,7 +243,6 @@ SETS_ATTRIBUTES = {
         "sys[name]",
     },
     "titanlite/parallel/deferred_output.py": {"model.output"},
-    "titanlite/parallel/stages.py": {"holder.loss"},  # of its own runner
     "train.py": {"progress.step"},
 }
 

@@ -84,13 +84,16 @@ def apply_cp(model: Llama, mesh: DeviceMesh, method: str) -> None:
 
 
 class BatchSharder:
-    """Cuts batches for this rank of the cp axis."""
+    """Cuts batches for this rank of the cp axis, which may have one rank."""
 
     def __init__(self, seq_len: int, mesh: DeviceMesh, method: str, device: torch.device) -> None:
+        self.size = mesh.size()
         self.positions = local_positions(seq_len, mesh, method).to(device)
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Returns this rank's part (B, S/cp) of a batch (B, S)."""
+        if self.size == 1:
+            return batch
         return batch.apply(lambda tensor: tensor[:, self.positions])
 
 

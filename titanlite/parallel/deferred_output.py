@@ -72,6 +72,10 @@ class ChunkedLoss:
         self.loss = loss
         self.mesh = mesh
 
+    def with_loss(self, loss: SummedLoss) -> ChunkedLoss:
+        """Returns one that calls another function of logits and labels on each chunk."""
+        return ChunkedLoss(self.output, self.num_chunks, loss, self.mesh)
+
     def __call__(self, hidden: Tensor, labels: Tensor) -> Tensor:
         weight = self.output.projection
         if self.mesh.size() > 1:

@@ -160,6 +160,8 @@ class Pipeline:
         self.indices = stage_indices(mesh.get_local_rank(), mesh.size(), len(stages), schedule)
         self.last = mesh.size() * len(stages) - 1  # the index of the last stage of all ranks
         self.loss = loss
+        # Of the batch that runs
+        self.current_loss = loss
         self.num_targets = torch.ones((), device=device)
 
         # Two schedules, because one cannot do both: in torch 2.11 a stage whose first batch is
@@ -200,16 +202,18 @@ class Pipeline:
         )
 
     def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(output, labels) / self.num_targets
+        return self.current_loss(output, labels) / self.num_targets
 
     def _run(
         self,
         run: Callable[..., object],
         tokens: Tensor,
         labels: Tensor,
+        loss: SummedLoss,
         num_targets: Tensor,
         per_token: dict[str, Tensor],
     ) -> Tensor:
+        self.current_loss = loss
         self.num_targets = num_targets
         losses: list[Tensor] = []
         inputs = []
@@ -226,13 +230,14 @@ class Pipeline:
         self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **per_token: Tensor
     ) -> Tensor:
         """Adds to the gradients; returns the loss on the last stage's rank, zero on the others."""
-        return self._run(self.training.step, tokens, labels, num_targets, per_token)
+        return self._run(self.training.step, tokens, labels, self.loss, num_targets, per_token)
 
-    def evaluate(self, tokens: Tensor, labels: Tensor, **per_token: Tensor) -> Tensor:
-        """Returns the summed loss on the rank with the last stage, zero on the others."""
-        return self._run(
-            self.evaluation.eval, tokens, labels, torch.ones_like(self.num_targets), per_token
-        )
+    def evaluate(
+        self, tokens: Tensor, labels: Tensor, loss: SummedLoss, **per_token: Tensor
+    ) -> Tensor:
+        """Returns the sum of `loss` on the rank with the last stage, zero on the others."""
+        one = torch.ones_like(self.num_targets)
+        return self._run(self.evaluation.eval, tokens, labels, loss, one, per_token)
 
 
 def mark_chunks(stage: PipelineStage) -> None:

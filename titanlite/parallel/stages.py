@@ -53,8 +53,10 @@ class Runner(Protocol):
     ) -> Tensor:
         """Adds the gradients of the summed loss / `num_targets`, and returns this quotient."""
 
-    def evaluate(self, tokens: Tensor, labels: Tensor, **per_token: Tensor) -> Tensor:
-        """Returns the summed loss."""
+    def evaluate(
+        self, tokens: Tensor, labels: Tensor, loss: SummedLoss, **per_token: Tensor
+    ) -> Tensor:
+        """Returns the sum of `loss`, without gradients."""
 
 
 class WholeModel:
@@ -72,8 +74,10 @@ class WholeModel:
         loss.backward()
         return loss.detach()
 
-    def evaluate(self, tokens: Tensor, labels: Tensor, **per_token: Tensor) -> Tensor:
-        return self.loss(self.model(tokens, **per_token), labels)
+    def evaluate(
+        self, tokens: Tensor, labels: Tensor, loss: SummedLoss, **per_token: Tensor
+    ) -> Tensor:
+        return loss(self.model(tokens, **per_token), labels)
 
 
 class Inputs(NamedTuple):
@@ -118,12 +122,8 @@ class Stages:
         # In a pipeline the schedule decides this
         keeps_weights = config.parallel.reshard_after_forward == "never" and mesh["pp"].size() == 1
         self.frees_weights = not keeps_weights  # after the backward of each local batch
-        # Every rank computes whole sequences, unless they are cut over cp
-        self.shard_batch: Callable[[Batch], Batch] = lambda batch: batch
-        if mesh["cp"].size() > 1:
-            method = config.parallel.cp_method
-            sharder = BatchSharder(model_parts[0].seq_len, mesh["cp"], method, device)
-            self.shard_batch = sharder.shard_batch
+        method = config.parallel.cp_method
+        self.sharder = BatchSharder(model_parts[0].seq_len, mesh["cp"], method, device)
         self.windowed = any(model_parts[0].windows)  # also by other stages' blocks
         self.routed = model_parts[0].config.num_experts > 0
         self.loss_scope: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
@@ -174,16 +174,25 @@ class Stages:
             self.sum_shared()
         return loss / scale
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        """Returns this rank's part of the summed loss of a batch, without dropout."""
+    def evaluate(self, batch: Batch, loss: SummedLoss | None = None) -> Tensor:
+        """Returns this rank's part of the summed loss of a batch, without dropout.
+
+        `loss`: a function of logits and labels in place of the loss. It is called for each chunk or
+        microbatch, and what it returns is added up.
+        """
+        of_output = self.runner.loss
+        if loss is not None and isinstance(of_output, ChunkedLoss):
+            of_output = of_output.with_loss(loss)
+        elif loss is not None:
+            of_output = loss
         batch = batch._replace(dropout_keys=None, padding=None)  # only training needs them
         with torch.no_grad(), self.inputs(batch) as (tokens, labels, per_token):
-            return self.runner.evaluate(tokens, labels, **per_token)
+            return self.runner.evaluate(tokens, labels, of_output, **per_token)
 
     @contextlib.contextmanager
     def inputs(self, batch: Batch) -> Iterator[Inputs]:
         """Yields this rank's part of a batch, in the context that forward and backward need."""
-        part = self.shard_batch(batch)
+        part = self.sharder.shard_batch(batch)
         with self.loss_scope():
             per_token: dict[str, Tensor] = {}
             if self.windowed:
@@ -200,21 +209,6 @@ class Stages:
                 of_ranks = part.padding.chunk(tp.size(), dim=1)
                 per_token["padding"] = of_ranks[tp.get_local_rank()]  # (B, S/cp/tp)
             yield Inputs(part.tokens, part.labels, per_token)
-
-    @contextlib.contextmanager
-    def in_place_of_loss(self, function: SummedLoss) -> Iterator[None]:
-        """Replaces the loss within this context: `evaluate` calls `function` with logits and
-        labels, and adds up what it returns for each chunk or microbatch.
-        """
-        holder: Runner | ChunkedLoss = self.runner
-        if isinstance(holder.loss, ChunkedLoss):
-            holder = holder.loss  # it calls the actual loss on each chunk's logits
-        loss = holder.loss
-        holder.loss = function
-        try:
-            yield
-        finally:
-            holder.loss = loss
 
 
 def _build_loss(

@@ -137,9 +137,8 @@ class Continuation:
             result[labels[labelled], columns] = logits[labelled].float()
             return result.new_zeros(())
 
-        with self.stages.in_place_of_loss(take):
-            for batch in self._batches(rows):
-                self.stages.evaluate(batch.apply(lambda tensor: to_device(tensor, self.device)))
+        for batch in self._batches(rows):
+            self.stages.evaluate(batch.apply(lambda tensor: to_device(tensor, self.device)), take)
         # Exactly one rank (under tp, one tp group) has stored the logits of a row
         self.mesh.sum_losses(result)
         if self.mesh["tp"].size() > 1:
