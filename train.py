@@ -163,7 +163,8 @@ def main(config: Config) -> int:
     # Each may add values to a logged step
     columns = (parts.scaler, parts.guard, parts.balance, noise_scale)
     metrics = Metrics(config, llama, folder, device, progress, columns)
-    time_waits(metrics.step_times, device)  # wraps torch's functions that wait for other ranks
+    # With metrics.rank_waits, wraps torch's functions that wait for other ranks
+    time_waits(metrics.step_times, device)
     plan_check = PlanCheck(functools.partial(compare_with_plan, config, llama, device))
     probes = Probes(config.metrics, stages, noise_scale, metrics)
     validator = Validator(config.validation, data, stream, stages.evaluate, mesh, metrics)

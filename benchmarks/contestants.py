@@ -96,7 +96,7 @@ class Titanlite:
         reason = reason_not_compiled(self.config, degrees, self.llama.dim, self.device.type)
         self.not_compiled = "" if compiled else reason or "no compiler"
         self.steps = 0
-        self.times = StepTimes(self.config.metrics.step_times, self.device)
+        self.times = StepTimes(self.config.metrics, self.device)
 
     def step(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """A batch that is in CPU memory goes to the device as in train.py.

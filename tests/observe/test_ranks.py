@@ -13,9 +13,9 @@ from titanlite.observe.ranks import PAUSE, Ranks
 CPU = torch.device("cpu")
 
 
-def compared(work: list[float], memory: list[float]) -> dict:
+def compared(work: list[float], memory: list[float], has_waits: bool = True) -> dict:
     rank = dist.get_rank()
-    return Ranks(CPU).columns(work[rank], memory[rank])
+    return Ranks(CPU).columns(work[rank], memory[rank], has_waits)
 
 
 def test_all_ranks_find_the_slowest_and_the_largest(pool):
@@ -33,6 +33,11 @@ def test_all_ranks_find_the_slowest_and_the_largest(pool):
         ]
         * 3
     )
+
+
+def test_ranks_whose_waits_are_not_measured_are_compared_by_memory_only(pool):
+    expected = {"memory_max_gib": 3.0, "memory_max_rank": 1}
+    assert pool.run(2, compared, [0.25, 0.125], [1.0, 3.0], False) == [expected] * 2
 
 
 def test_one_process_has_no_slowest_rank(pool):

@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from runs import rows, train_run
 
+from titanlite.config.schema import MetricsConfig
 from titanlite.observe import step_times
 from titanlite.observe.step_times import BESIDE, PARTS, StepTimes, Window
 from titanlite.runtime import phases
 from titanlite.runtime.phases import Phase, mark_phase
 
 CPU = torch.device("cpu")
+RANK_WAITS = MetricsConfig(rank_waits=True)
 TIMES = ["step_seconds", "step_seconds_p50", "step_seconds_p95", "step_seconds_max"]
 TIMES += [*(f"time/{part}" for part in PARTS), "time/checkpoint", "time/validation"]
 
@@ -81,6 +83,7 @@ def test_phases_add_up_to_the_time_of_the_run(pool, arguments, tmp_path, layout)
         "--metrics.log_freq=4",
         "--checkpoint.freq=5",
         "--validation.freq=6",
+        "--metrics.rank_waits=true",
     ]
     more += LAYOUTS[layout]
     size = 2 if LAYOUTS[layout] else 1
@@ -194,6 +197,7 @@ def test_a_slow_rank_is_named(pool, arguments, tmp_path, layout, rank, phase):
         "--metrics.log_freq=2",
         "--training.steps=7",
         "--validation.freq=0",
+        "--metrics.rank_waits=true",
         *LAYOUTS[layout],
     ]
     assert pool.run(2, delayed_run, [*arguments, *more], {rank: {phase: delay}}, timeout=120) == [
@@ -219,6 +223,16 @@ def test_without_the_key_nothing_is_recorded(pool, arguments, tmp_path):
     assert pool.run(2, train_run, [*arguments, "--metrics.step_times=false"]) == [0, 0]
     columns = {name for row in rows(tmp_path / "debug") for name in row}
     assert not columns & {*TIMES, "slowest_rank", "host_memory_gib"}
+
+
+def test_without_waits_phases_contain_them(pool, arguments, tmp_path):
+    """The phases add up to the step, and no rank is called slow for waiting less than another."""
+    assert pool.run(2, train_run, arguments) == [0, 0]
+    row = [row for row in rows(tmp_path / "debug") if "loss" in row][-1]
+    parts = [part for part in PARTS if part != "communication"]
+    assert sum(row[f"time/{part}"] for part in parts) == pytest.approx(row["step_seconds"])
+    assert not set(row) & {"time/communication", "slowest_rank", "fastest_rank_seconds"}
+    assert row["memory_max_rank"] in (0, 1)
 
 
 class Device:
@@ -272,7 +286,7 @@ def test_on_a_gpu_times_are_those_of_the_device(monkeypatch):
     """
     gpu = Device()
     gpu.install(monkeypatch)
-    times = StepTimes(True, torch.device("cuda", 0))
+    times = StepTimes(RANK_WAITS, torch.device("cuda", 0))
     found = []
     for _ in range(3):
         mark_phase(Phase.START_TIMING)
@@ -317,7 +331,7 @@ def test_marks_that_the_device_has_passed_are_added_up_before_they_are_many(monk
     gpu = Device()
     gpu.install(monkeypatch)
     monkeypatch.setattr(step_times, "MOST_MARKS", 100)
-    times = StepTimes(True, torch.device("cuda", 0))
+    times = StepTimes(RANK_WAITS, torch.device("cuda", 0))
     mark_phase(Phase.START_TIMING)
     assert times.columns() == {}  # the first window
     for step in range(1000):
@@ -338,7 +352,7 @@ def test_waits_of_other_threads_and_of_pauses_are_not_communication(monkeypatch)
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(phases, "listeners", [])
-    times = StepTimes(True, CPU)
+    times = StepTimes(RANK_WAITS, CPU)
     answers = []
     for phase in (Phase.BACKWARD, Phase.VALIDATE, Phase.SAVE):
         mark_phase(phase)
@@ -358,7 +372,7 @@ def test_the_cost_of_a_mark_is_small(monkeypatch):
     """
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(phases, "listeners", [])
-    StepTimes(True, CPU)
+    StepTimes(RANK_WAITS, CPU)
     started = time.thread_time()
     for _ in range(10_000):
         mark_phase(Phase.UPDATE)

@@ -5,6 +5,7 @@ computation.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from runs import train_run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -28,7 +30,7 @@ CPU, DELAY = torch.device("cpu"), 0.5
 class Recorder:
     """Counts waits and their seconds; as in `StepTimes`, a wait within a wait is none."""
 
-    enabled = True
+    has_waits = True
 
     def __init__(self) -> None:
         self.count, self.seconds, self.inside = 0, 0.0, False
@@ -42,6 +44,45 @@ class Recorder:
     def end_wait(self) -> None:
         self.inside = False
         self.count, self.seconds = self.count + 1, self.seconds + time.perf_counter() - self.started
+
+
+def functions_of_torch() -> dict[str, object]:
+    """The functions of torch's modules and the methods of their classes, by name."""
+    found: dict[str, object] = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.split(".")[0] != "torch":
+            continue
+        for name, value in list(vars(module).items()):
+            if callable(value):
+                found[f"{module_name}.{name}"] = value
+            if isinstance(value, type) and value.__module__.split(".")[0] == "torch":
+                methods = {
+                    f"{value.__module__}.{name}.{key}": of for key, of in vars(value).items()
+                }
+                found |= {key: of for key, of in methods.items() if callable(of)}
+    return found
+
+
+def replaced_by_a_run(arguments: list[str]) -> list[str]:
+    """The functions of torch that a run replaces, and the operators for which it adds kernels."""
+    before, kernels = functions_of_torch(), set(torch.library._impls)
+    assert train_run(arguments) == 0
+    after = functions_of_torch()
+    replaced = [name for name, function in before.items() if after.get(name) is not function]
+    return sorted(replaced) + sorted(set(torch.library._impls) - kernels)
+
+
+@pytest.mark.parametrize("layout", ["dp_shard", "tp", "cp", "pp"])
+def test_a_plain_run_replaces_no_function_of_torch(pool, arguments, layout):
+    assert pool.run(2, replaced_by_a_run, [*arguments, f"--parallel.{layout}=2"]) == [[], []]
+
+
+def test_a_run_that_measures_waits_replaces_what_waits_py_says(pool, arguments):
+    for replaced in pool.run(2, replaced_by_a_run, [*arguments, "--metrics.rank_waits=true"]):
+        assert {name.split(".")[-1] for name in replaced} == {
+            "wait",
+            "_c10d_functional/wait_tensor/CPU",
+        }
 
 
 def all_reduce() -> None:

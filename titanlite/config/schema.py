@@ -811,8 +811,10 @@ class MetricsConfig:
         "", "MLflow server; empty: $MLFLOW_TRACKING_URI, or the file mlflow.db in run.folder"
     )
     log_freq: int = key(10, "log every this many steps, and the first and the last", min=1)
-    step_times: bool = key(
-        True, "log where a step's time goes, the slowest rank, and more about memory"
+    step_times: bool = key(True, "log the time of each part of a step, and more about memory")
+    rank_waits: bool = key(
+        False,
+        "also log waits for other ranks, and the slowest rank; wraps functions of torch",
     )
     noise_scale_freq: int = key(
         0, "measure the gradient noise scale every this many steps; 0: never", min=0

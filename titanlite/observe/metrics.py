@@ -101,7 +101,7 @@ class Metrics:
         self.device = device
         self.progress = progress
         self.columns = columns
-        self.step_times = StepTimes(self.config.step_times, device)
+        self.step_times = StepTimes(self.config, device)
         self.eta = Eta()
         self.file = LineFile(folder / "metrics.jsonl")
         broadcast_from_rank0(self._drop_later_lines)

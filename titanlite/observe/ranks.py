@@ -2,9 +2,10 @@
 
 What it is: each rank's seconds of work per step, without the time spent waiting for others, and its
 peak memory. All ranks take equally long for a step, because each waits for the slowest; only the
-time without waits differs. A warning names a rank that is clearly slower than the median
-in three logged steps in a row. Causes are a throttled or shared device, slow storage, or a layout
-that gives ranks different work, such as unequal stages of a pipeline.
+time without waits differs, so seconds are compared only with `metrics.rank_waits`. A warning names
+a rank that is clearly slower than the median in three logged steps in a row. Causes are a throttled
+or shared device, slow storage, or a layout that gives ranks different work, such as unequal stages
+of a pipeline.
 What it costs: one all-reduce of 16 bytes per rank, in logged steps.
 """
 
@@ -36,10 +37,11 @@ class Ranks:
         self._in_a_row = 0
         self._silent_until = 0.0
 
-    def columns(self, work: float, memory: float) -> dict[str, Any]:
+    def columns(self, work: float, memory: float, has_waits: bool) -> dict[str, Any]:
         """Returns the columns of a logged step. All ranks call it together.
 
-        `work`: seconds per step; `memory`: GiB.
+        `work`: seconds per step; `memory`: GiB. `has_waits`: whether waits are measured and `work`
+        is without them; otherwise ranks are compared by memory only.
         """
         table = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64)
         table[dist.get_rank()] = torch.tensor([work, memory], dtype=torch.float64)
@@ -51,7 +53,7 @@ class Ranks:
             "memory_max_gib": max(memories),
             "memory_max_rank": memories.index(max(memories)),
         }
-        if len(table) > 1:
+        if len(table) > 1 and has_waits:
             slowest = seconds.index(max(seconds))
             self.warn_of_slow_rank(slowest, seconds[slowest], statistics.median_low(seconds))
             row |= {"slowest_rank": slowest, "slowest_rank_seconds": seconds[slowest]}

@@ -2,10 +2,10 @@
 
 What it is: components mark the phases of a step for the watchdog (`mark_phase`). Here each mark
 gets a time: on CPU from the clock, on CUDA by an event in the computation's stream, which the
-device passes when it has finished the work queued before it. `waits.py` adds a mark before and
-after each wait for other ranks. The time between two marks belongs to the phase of the first, so
-the phases of a step add up to the step. The columns of a logged step are means per step since the
-last logged step; docs/measures.md describes them.
+device passes when it has finished the work queued before it. The time between two marks belongs to
+the phase of the first, so the phases of a step add up to the step. A wait for other ranks is part
+of its phase; with `metrics.rank_waits`, `waits.py` adds a mark before and after it. The columns of
+a logged step are means per step since the last logged step; docs/measures.md describes them.
 Why it is here: tokens per second show that a run is slow. The phases show the cause: data,
 communication, one rank.
 What it costs: a mark takes under a microsecond on CPU, and on CUDA the recording of an event; the
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from titanlite.config.schema import MetricsConfig
 from titanlite.observe.memory import memory_columns, peak_memory_gib
 from titanlite.observe.ranks import Ranks
 from titanlite.runtime.phases import Phase, add_listener, remove_listener
@@ -141,11 +142,12 @@ class StepTimes:
     """Collects this process's marks from now on; without `metrics.step_times` none.
 
     One per process; all ranks construct it together. Waits for other ranks are marked after
-    `time_waits` (`waits.py`).
+    `time_waits` (`waits.py`), with `metrics.rank_waits`.
     """
 
-    def __init__(self, enabled: bool, device: torch.device) -> None:
-        self.enabled = enabled
+    def __init__(self, config: MetricsConfig, device: torch.device) -> None:
+        self.enabled = config.step_times
+        self.has_waits = config.step_times and config.rank_waits
         self.device = device
         self.ranks = Ranks(device)
         self.clock: HostClock | EventClock = HostClock()
@@ -158,7 +160,7 @@ class StepTimes:
         self._part = "other"
         self._waiting = False
         self._first = True  # whether in the first window, which compiles and is left out
-        if enabled:
+        if self.enabled:
             add_listener(self.mark)
 
     def close(self) -> None:
@@ -228,6 +230,8 @@ class StepTimes:
         if first or not self.window.begun:
             return {}
         row: dict[str, Any] = self.window.columns()
-        row |= self.ranks.columns(self.window.work, peak_memory_gib(self.device))
+        row |= self.ranks.columns(self.window.work, peak_memory_gib(self.device), self.has_waits)
+        if not self.has_waits:
+            del row["time/communication"]
         row |= memory_columns(self.device)
         return row

@@ -12,7 +12,8 @@ On CUDA waiting means that the stream of the computation waits for another strea
                            without a wait
     `shard_dim_alltoall`   Ulysses, an operator that waits in C++
 `Stream.wait_stream`, with which `to_device.py` waits for batches, is not among them.
-Why it is here: torch has no hook for it, and a profiler slows the steps that it records.
+Why it is here: torch has no hook for it, and a profiler slows the steps that it records. Since it
+replaces functions of torch, a run does it only with `metrics.rank_waits`.
 What it costs: two marks (`step_times.py`) per wait, and for `wait_tensor` a call from C++ to
 Python.
 """
@@ -52,10 +53,10 @@ _libraries: list[torch.library.Library] = []
 def time_waits(times: StepTimes, device: torch.device) -> None:
     """Makes `times` mark each wait of this process for other ranks, from now on.
 
-    This replaces functions of torch. Nothing is replaced if `times` is off, or if there is one
-    process.
+    This replaces functions of torch. Nothing is replaced without `metrics.rank_waits`, or if there
+    is one process.
     """
-    if not times.enabled or dist.get_world_size() == 1:
+    if not times.has_waits or dist.get_world_size() == 1:
         return
     begin = times.begin_wait
     end = times.end_wait

@@ -99,6 +99,7 @@ def _techniques(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> 
             "validation",
             "prompt_tokens prompt_temperature",
         ),
+        row(config.metrics.step_times, "metrics.step_times = false", "metrics", "rank_waits"),
         row(
             servers,
             "metrics.sinks has neither wandb nor mlflow",

@@ -196,7 +196,7 @@ def take_step(parts: StepParts, batches: list[Batch], recorder: EventRecorder | 
     loss = float(mesh.sum_losses(result.loss))
     begins("metrics")
     parts.balance.columns()
-    Ranks(parts.device).columns(work=0.0, memory=0.0)
+    Ranks(parts.device).columns(work=0.0, memory=0.0, has_waits=False)
     return loss
 
 
