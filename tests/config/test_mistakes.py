@@ -69,6 +69,8 @@ def test_an_unknown_key_is_looked_for_in_all_sections():
 def test_a_word_of_another_trainer_leads_to_our_keys(word):
     meant = unknown_key(f"training.{word}", all_keys()).partition("did you mean ")[2]
     assert set(meant.removesuffix("?").split(" or ")) <= set(all_keys())
+    hyphens = word.replace("_", "-")
+    assert unknown_key(f"training.{hyphens}", all_keys()).endswith(f"; did you mean {meant}")
 
 
 def test_a_wrong_value_and_a_wrong_config_say_what_is_allowed():

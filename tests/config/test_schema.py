@@ -88,8 +88,11 @@ def test_help_of_a_section_is_a_part_of_the_whole():
     assert part.startswith("[lora]  ")
     assert part in help_text([])
     assert {line.split(".")[0] for line in part.splitlines() if line[:4] == "  --"} == {"  --lora"}
+    assert help_text(["--help", "lora.rank"]) == part
     with refused("--help", "[paralel]", "did you mean parallel?"):
         help_text(["--help", "paralel"])
+    with refused("--help", "lora.rnak", "did you mean lora.rank?"):
+        help_text(["--help", "lora.rnak"])
 
 
 def test_help_names_the_keys_of_tables():
@@ -129,7 +132,7 @@ def test_a_value_gets_the_type_of_its_key(key, value, expected):
     ("key", "value", "expected"),
     [
         (INTEGER, True, "an integer"),
-        (INTEGER, 1.5, "an integer"),
+        (INTEGER, 1.5, "an integer (1e9 is one)"),
         (INTEGER, -1, "an integer, at least 0"),
         (INTEGER, 1 << 63, "an integer below 2**63"),
         (NUMBER, 1 << 63, "a number below 2**63"),

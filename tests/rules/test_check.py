@@ -61,6 +61,8 @@ def test_degrees_resolve_to_the_world_size(world_size, arguments, expected):
         (8, ["parallel.tp=2", "parallel.pp=3"], ("parallel.pp = 3", "parallel.tp = 2", " 6", "8 processes", "parallel.pp = 1 or 2 or 4")),
         (4, ["parallel.dp_replicate=2", "parallel.dp_shard=4"], ("parallel.dp_replicate = 2", "parallel.dp_shard = 4", "4 processes", "NGPU", "NNODES", "start 8", "-1")),
         (1, ["parallel.dp_shard=2"], ("parallel.dp_shard = 2", "1 process", "NGPU", "NNODES", "start 2")),
+        (1, ["parallel.pp=2", "parallel.ep=2"], ("parallel.pp = 2", "1 process", "start 4")),
+        (1, ["parallel.cp=2", "parallel.ep=2"], ("parallel.cp = 2", "1 process", "start 2")),
         (5, [], ("training.global_batch_size = 24", "training.local_batch_size = 2", "5 data-parallel", "20 or 30")),
         (16, [], ("training.global_batch_size = 24", "nearest: 32", "local batch size")),
         # tensor parallel

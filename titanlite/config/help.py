@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from titanlite.config.keys import Key, keys_of
+from titanlite.config.keys import Key, all_keys, keys_of
 from titanlite.config.load import flavors
-from titanlite.config.mistakes import unknown_section
+from titanlite.config.mistakes import unknown_key, unknown_section
 from titanlite.config.schema import sections
 from titanlite.config.to_toml import toml_value
 from titanlite.runtime.errors import ConfigError
@@ -25,19 +25,22 @@ USAGE = """usage: titanlite train [CONFIG] [--section.key=value ...]   (in a clo
 
 
 def help_text(argv: list[str]) -> str:
-    """Lists every key by section, with its type, default and help; after `--help SECTION` those of
-    this section. Raises ConfigError if there is no such section.
+    """Lists every key by section, with its type, default and help; after `--help SECTION`, or
+    `--help SECTION.KEY`, those of this section. Raises ConfigError if there is none.
     """
     lines = [USAGE.format(flavors=", ".join(flavors()))]
     shown = sections()
     for option, word in itertools.pairwise(argv):
         if option not in HELP or word.startswith("-"):
             continue
-        if word not in shown:
+        section, dot, _ = word.partition(".")
+        if dot and word not in all_keys():
+            raise ConfigError(f"{option}: {unknown_key(word, all_keys())}")
+        if section not in shown:
             allowed = ", ".join(shown)
-            raise ConfigError(f"{option}: {unknown_section(word)}; allowed: {allowed}")
+            raise ConfigError(f"{option}: {unknown_section(section)}; allowed: {allowed}")
         lines = []
-        shown = {word: shown[word]}
+        shown = {section: shown[section]}
     for section, cls in shown.items():
         lines.append(f"[{section}]  {' '.join((cls.__doc__ or '').split())}")
         for key in keys_of(cls, f"{section}.").values():

@@ -26,6 +26,7 @@ OTHER_TRAINERS = {
     "interval": "checkpoint.freq or validation.freq or metrics.log_freq",
     "save_steps": "checkpoint.freq",
     "data_parallel_shard_degree": "parallel.dp_shard",
+    "data_parallel_replicate_degree": "parallel.dp_replicate",
     "tensor_parallel_degree": "parallel.tp",
     "pipeline_parallel_degree": "parallel.pp",
     "context_parallel_degree": "parallel.cp",
@@ -161,12 +162,13 @@ def without_dashes(word: str, keys: list[str]) -> str:
 
 def _probable_key(name: str, keys: list[str]) -> str:
     """Writes which key was probably meant; empty if none is similar."""
+    name = name.replace("-", "_")  # as most programs write their options
     section, _, entry = name.partition(".")
     if name in sections():
         in_section = ", ".join(key for key in keys if key.startswith(name))
         return f"; that is a section: set one of its keys, {in_section}"
     if name == "help":
-        return "; titanlite train --help, or ./run_train.sh --help, lists all keys"
+        return "; expected --help for all keys, or --help SECTION, as in --help parallel"
     if (entry or section) in OTHER_TRAINERS:
         return f"; did you mean {OTHER_TRAINERS[entry or section]}?"
     same_name = [key for key in keys if key.partition(".")[2] == (entry or section)]

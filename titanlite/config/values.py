@@ -49,8 +49,10 @@ def convert(value: object, key: Key) -> Converted:
     expected = expected_type(key)
     if key.kind is tuple:
         return _convert_pair(value, key)
-    if key.kind is int and isinstance(value, float) and value.is_integer():
-        value = int(value)  # 1e9
+    if key.kind is int and isinstance(value, float):
+        if not value.is_integer():
+            return Converted(value, f"{expected} (1e9 is one)")
+        value = int(value)
     if not _has_type(value, key.kind):
         return Converted(value, expected)
     if isinstance(value, str) and (SURROGATE.search(value) or "\0" in value):

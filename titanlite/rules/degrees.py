@@ -36,7 +36,7 @@ def resolve_degrees(parallel: ParallelConfig, world_size: int) -> dict[str, int]
     fixed = {axis: degree for axis, degree in degrees.items() if degree != -1}
     product = math.prod(fixed.values())
     if open_axes and world_size % product:
-        raise ConfigError(_does_not_divide(fixed, world_size))
+        raise ConfigError(_does_not_divide(fixed, world_size, parallel.ep))
     if not open_axes and product != world_size:
         used = _above_1(fixed)
         is_product = f" is {product}" if len(used) > 1 else ""
@@ -49,7 +49,7 @@ def resolve_degrees(parallel: ParallelConfig, world_size: int) -> dict[str, int]
     return degrees
 
 
-def _does_not_divide(fixed: dict[str, int], world_size: int) -> str:
+def _does_not_divide(fixed: dict[str, int], world_size: int, ep: int) -> str:
     """Writes the message for degrees whose product does not divide the number of processes."""
     used = _above_1(fixed)
     product = math.prod(fixed.values())
@@ -60,7 +60,10 @@ def _does_not_divide(fixed: dict[str, int], world_size: int) -> str:
         if fitting:
             remedies.append(f"parallel.{axis} = {fitting}")
     is_product = f" is {product}, which" if len(used) > 1 else ""
-    hint = ", or ".join([start(product * -(-world_size // product)), *remedies])
+    fewest = product
+    if "dp_shard" not in fixed:  # what remains must make dp_shard x cp a multiple of ep
+        fewest *= ep // math.gcd(ep, fixed["cp"])
+    hint = ", or ".join([start(fewest * -(-world_size // fewest)), *remedies])
     return (
         f"{_factors(used)}{is_product} does not divide the {world_size} processes (NGPU x NNODES): "
         f"{hint}"
