@@ -282,6 +282,37 @@ def test_a_setting_of_any_version_is_kept(step):
     assert read_manifest(step).config == {"run": {"name": "x", "since_removed": phases}}
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("optimizer.lr", [1], r"optimizer.lr = \[1\]; expected a number"),
+        ("optimizer.lr", 10**400, "optimizer.lr = Infinity; expected a number"),
+        ("optimizer.betas", [0.9], r"optimizer.betas = \[0.9\]; expected a list of two numbers"),
+        ("training.seq_len", 10**30, r"training.seq_len = 1e\+30; expected an integer"),
+        ("training.seq_len", None, "training.seq_len = null; expected an integer"),
+        ("metrics.sinks", [3], r"metrics.sinks = \[3\]; expected a list of strings"),
+        ("data.sources", "x", 'data.sources = "x"; expected a list of tables'),
+        ("checkpoint.initial_load", 5, "checkpoint.initial_load = 5; expected a string"),
+    ],
+)
+def test_a_known_setting_of_another_type_is_refused(step, name, value, expected):
+    section, _, key = name.partition(".")
+    reseal(step, lambda manifest: manifest["config"].update({section: {key: value}}))
+    with pytest.raises(CorruptCheckpoint, match=f"{NAME}: invalid manifest .config: {expected}"):
+        read_manifest(step)
+
+
+def test_settings_that_had_another_type_before_are_read(step):
+    """As a step has them that an earlier version saved."""
+    old = {
+        "compile": {"enabled": True, "loss": False},
+        "model": {"qkv_bias": "", "qk_norm": "true", "dim": 0},
+        "optimizer": {"betas": [0, 0.95], "lr": 1},
+    }
+    reseal(step, lambda manifest: manifest["config"].update(old))
+    assert read_manifest(step).config == {"run": {"name": "x"}} | old
+
+
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_manifest_is_refused(step, change):
     (step.parent / "canary").write_text("mine")

@@ -26,8 +26,10 @@ from typing import Any, NamedTuple
 import torch
 
 from titanlite.checkpoint.grid import MAX_DIMS, Grid
+from titanlite.config.keys import schema_keys
+from titanlite.config.values import expected_type, is_of_type
 from titanlite.runtime.documents import parse_json
-from titanlite.runtime.errors import ConfigError, reason_of
+from titanlite.runtime.errors import ConfigError, reason_of, shortened
 from titanlite.runtime.files import read_bounded
 
 FORMAT = 3
@@ -238,7 +240,8 @@ def _checked(fields: dict[str, Any]) -> Manifest:
 
 def _require_settings(config: Settings) -> None:
     """Raises ValueError unless a config is as one of any version: sections of settings that are
-    numbers, text or lists. A key need not be known, since it may have left since the save.
+    numbers, text or lists. A key need not be known, since it may have left since the save; the
+    value of one that is known has its type.
     """
     require(type(config) is dict, "config")
     for section in config.values():
@@ -260,6 +263,12 @@ def _require_settings(config: Settings) -> None:
         require(count <= MAX_SETTINGS and length <= MAX_SETTINGS_TEXT, "config: too long")
         level = inner
     require(not level, "config: too deep")
+    for section_name, section in config.items():
+        for name, value in section.items():
+            key = schema_keys().get(f"{section_name}.{name}")
+            if key is not None and not is_of_type(value, key):
+                shown = shortened(json.dumps(value))
+                raise ValueError(f"config: {key.name} = {shown}; expected {expected_type(key)}")
 
 
 def _checked_files(entries: dict[str, dict[str, Any]]) -> dict[str, FileEntry]:

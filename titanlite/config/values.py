@@ -77,6 +77,28 @@ def expected_type(key: Key) -> str:
     return TYPE_NAMES[key.kind]
 
 
+def is_of_type(value: object, key: Key) -> bool:
+    """Whether a value that any version of the program may have saved has the type of its key: its
+    bounds and choices may have been others. Of a list of tables, only the list is checked.
+    """
+    if value is None:
+        return key.default is None
+    if key.words:  # such keys have been switches, or text, before
+        return isinstance(value, (bool, str))
+    if key.kind is tuple:
+        return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+    if key.kind is float:
+        return _is_number(value)
+    if key.is_list_of_strings:
+        return isinstance(value, list) and all(isinstance(text, str) for text in value)
+    return _has_type(value, key.kind)
+
+
+def _is_number(value: object) -> bool:
+    is_bool = isinstance(value, bool)  # which is an int in Python
+    return isinstance(value, (int, float)) and not is_bool and math.isfinite(value)
+
+
 def _convert_pair(value: object, key: Key) -> Converted:
     """Converts a list of two numbers to a tuple."""
     is_pair = isinstance(value, list) and len(value) == 2
