@@ -634,9 +634,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         name = read_item.dest_index.fqn
         try:
             loaded = torch.load(value, weights_only=True)
-        except pickle.UnpicklingError as error:
-            reason = str(error).splitlines()[0]
-            problem = f"{name}: is not read, because it may run code: {reason}"
+        except pickle.UnpicklingError:
+            allowed = "numbers, text, bytes, tensors, and lists and dicts of these"
+            problem = f"{name}: is not read, because its pickle may run code; expected {allowed}"
             raise StateMismatch([problem]) from None
         *parents, last = self.mappings.get(name, (name,))  # none with flatten_state_dict = False
         container = self.original_state_dict
