@@ -227,7 +227,9 @@ class LocalParts:
     def _chunk(self, value: DTensor) -> ChunkStorageMetadata:
         key = (value.shape, value.device_mesh, value.placements)
         if key not in self._known:
-            # DCP's own way to get it: one chunk per rank. Checked: torch 2.13; read: 2.11
+            # DCP's own way to get it: one chunk per rank. Checked: torch 2.13; read: 2.11. Its name
+            # is DCP's protocol for tensors that know their parts, so it is called here and not in
+            # `torch_private.py`
             [self._known[key]] = value.__create_chunk_list__()
         return self._known[key]
 

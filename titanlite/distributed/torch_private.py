@@ -3,7 +3,8 @@
 What it is: thin functions over names that begin with an underscore or live in a module that does.
 Each says why there is no public way, what it was checked on, and the upstream issue where there is
 one. Nothing else in the core uses such names, and the tools only through `tools/torch_private.py`;
-a test imports each of them.
+a test imports each of them. The exceptions are `__create_chunk_list__` and `__create_write_items__`
+in `checkpoint/planner.py`: methods by which a tensor of any library tells DCP its parts.
 Why it is here: a private name may change with any release of torch. Then only this file has to be
 changed.
 
