@@ -11,9 +11,9 @@ from titanlite.tools.cli.options import StrictParser
 
 EPILOG = """Each fault is a small patch of the running program, most of them shipped by other
 trainers (docs/faults.md). The command shows the patch and the layout, asks which figure of
-`titanlite verify` will be off first and from which step, runs the comparison with the fault and
-without, and explains. Without a terminal, or with --show, it asks nothing. The files of the program
-stay as they are: the patch exists in worker processes only."""
+`titanlite verify` will be off first, runs the comparison with the fault and without, and explains.
+Without a terminal, or with --show, it asks nothing. The files of the program stay as they are: the
+patch exists in worker processes only."""
 
 
 def run(argv: list[str]) -> int:

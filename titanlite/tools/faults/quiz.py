@@ -11,22 +11,11 @@ from __future__ import annotations
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from titanlite.tools.faults.experiment import Experiments, Measured, Outcome
 from titanlite.tools.faults.fault import CHECKS, FIGURES, OF_A_FILE, Fault
 
-# The steps that a reader can name; figures that have no step, or one step, are left out
-STEPS = {
-    ("verify", "loss"): range(1, 6),
-    ("verify", "grad_norm"): range(1, 6),
-    ("experts", "choices"): range(1, 6),
-    ("experts", "loss"): range(1, 6),
-    ("experts", "grad_norm"): range(1, 6),
-    ("run", "loss"): range(1, 7),
-    ("run", "validation"): (0, 3, 6),  # 0: before the first step
-    ("merge", "loss"): range(1, 7),
-}
 CHECKED = {
     "verify": "5 steps of this layout beside one process, by `titanlite verify`'s comparison",
     "experts": "5 steps of this layout of a mixture of experts beside one process, by "
@@ -35,7 +24,6 @@ CHECKED = {
     "export": "the exported model beside titanlite's own, on one prompt",
     "merge": "6 steps of adapters beside one process, and their exports on one prompt",
 }
-Answer = tuple[str, int | None]  # figure and step; None for a figure of one step
 Ask = Callable[[str], str]  # a question -> the answer; raises EOFError at the end of the input
 
 
@@ -58,9 +46,9 @@ def describe_layout(fault: Fault) -> str:
 def run_fault(fault: Fault, experiments: Experiments, ask: Ask | None) -> Outcome:
     """Shows a fault, asks (unless `ask` is None), runs it and explains. Returns what happened."""
     show_fault(fault)
-    answer: Answer | None = None
+    answer = ""
     if ask is not None:
-        answer = ask_prediction(fault, ask)
+        answer = ask_figure(fault, ask)
     print("\nrunning it without the fault, and with it ...", flush=True)
     healthy = experiments.run(fault, planted=False)
     broken = experiments.run(fault, planted=True)
@@ -68,7 +56,7 @@ def run_fault(fault: Fault, experiments: Experiments, ask: Ask | None) -> Outcom
     for line in table(fault, healthy, broken):
         print(line)
     print(f"\n{describe_first(fault, broken)}")
-    if answer is not None:
+    if answer:
         print(judge_answer(answer, broken))
     print()
     print(textwrap.fill(" ".join(fault.why.split()), 100))
@@ -77,39 +65,26 @@ def run_fault(fault: Fault, experiments: Experiments, ask: Ask | None) -> Outcom
     return broken
 
 
-def ask_prediction(fault: Fault, ask: Ask) -> Answer:
-    """Asks for a figure and a step until the answer is one, and returns them."""
+def ask_figure(fault: Fault, ask: Ask) -> str:
+    """Asks until the answer is a figure of the fault's check, and returns it."""
     figures = CHECKS[fault.check]
     print("\nWhich figure is off first?")
     for name in figures:
         print(f"    {name:10}  {FIGURES[name]}")
-    figure = ask_until("figure: ", figures, ask)
-    if (fault.check, figure) not in STEPS:
-        return figure, None
-    steps = [str(step) for step in STEPS[fault.check, figure]]
-    return figure, int(ask_until(f"from which step ({', '.join(steps)}): ", steps, ask))
-
-
-def ask_until(question: str, allowed: Sequence[str], ask: Ask) -> str:
-    """Asks until the answer is allowed, and returns it."""
     while True:
-        answer = ask(question).strip().lower()
-        if answer in allowed:
+        answer = ask("figure: ").strip().lower()
+        if answer in figures:
             return answer
-        print(f"expected one of: {', '.join(allowed)}")
+        print(f"expected one of: {', '.join(figures)}")
 
 
-def judge_answer(answer: Answer, broken: Outcome) -> str:
+def judge_answer(answer: str, broken: Outcome) -> str:
     first = broken.first_off()
     if first is None:
         return "You predicted a difference, and there is none."
-    figure, step = answer
-    if figure == first.figure and step in (first.step, None):
+    if answer == first.figure:
         return "Your prediction is right."
-    if figure == first.figure:
-        return f"The figure is the one that you predicted; the step is not {step}."
-    place = "" if step is None else f", from step {step}"
-    return f"Your prediction was another one: {figure}{place}."
+    return f"You predicted another one: {answer}."
 
 
 def describe_first(fault: Fault, outcome: Outcome) -> str:
