@@ -26,7 +26,7 @@ def test_there_are_enough_and_each_predicts_a_figure_of_its_check():
         figures = CHECKS[fault.check]
         assert {fault.figure, *fault.unchanged} <= set(figures), fault.name
         assert fault.figure not in fault.unchanged, fault.name
-        assert make_case(["debug"], fault.layout, "cpu").processes <= 2, fault.name
+        assert make_case(["debug"], fault.layout, "cpu").processes <= 4, fault.name
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -5,8 +5,8 @@ are computed, so that the first one that is too large can be named. Faults of a 
 comparison of `titanlite verify` itself. The others are compared with an uninterrupted run of one
 process, and the logits of exported models with those that they should have.
 Why it is here: a prediction of one figure and one step can be compared with what happens.
-What it costs: one to four seconds per run, of a model with 2 blocks of width 32, on up to 2
-processes. The patch exists in worker processes, which end afterwards.
+What it costs: one to four seconds per run, of a model with 2 blocks of width 32, on 1 or 2
+processes, once on 4. The patch exists in worker processes, which end afterwards.
 """
 
 from __future__ import annotations

@@ -9,21 +9,24 @@ weights hardly depends on its experts.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.distributed import dtensor, mesh
 from titanlite.distributed.mesh import Mesh
 from titanlite.model import moe
-from titanlite.model.moe import Experts, multiply
+from titanlite.model.moe import Experts, MixtureOfExperts, multiply
 from titanlite.parallel import expert_parallel
+from titanlite.parallel.stages import Stages
 from titanlite.tools.faults.fault import Fault, replaced
 
-MIXTURE = (
-    "model.num_experts=4,model.experts_per_token=2,model.expert_ffn_dim=64,"
-    "loss.router_aux_loss=0.03"
-)
+EXPERTS = "model.num_experts=4,model.experts_per_token=2,model.expert_ffn_dim=64"
+MIXTURE = f"{EXPERTS},loss.router_aux_loss=0.03"
 
 
 def balance_per_rank() -> AbstractContextManager[None]:
@@ -72,6 +75,69 @@ def ties_by_arrival() -> AbstractContextManager[None]:
         return weights / weights.sum(dim=1, keepdim=True), turn.gather(1, places[:, :k])
 
     return replaced(moe, "choose", choose)
+
+
+def balance_without_tp() -> AbstractContextManager[None]:
+    return replaced(mesh, "TOKEN_AXES", ("dp_replicate", "dp_shard", "cp"))
+
+
+def router_gradient_not_reduced() -> AbstractContextManager[None]:
+    def route(router: Any, x: Tensor) -> Tensor:
+        return F.linear(x, router.weight.to_local())  # without grad_placements=[Partial()]
+
+    return replaced(expert_parallel, "route_local", route)
+
+
+def expert_gradient_not_reduced() -> AbstractContextManager[None]:
+    def multiply_local(linear: Any, rows: Tensor, ends: Tensor) -> Tensor:
+        return multiply(rows, linear.weight.to_local(), ends)  # without grad_placements
+
+    return replaced(expert_parallel, "multiply_local", multiply_local)
+
+
+def experts_not_reduced_over_replicas() -> AbstractContextManager[None]:
+    original = Mesh.__getitem__
+
+    def getitem(self: Mesh, axes: str | tuple[str, ...]) -> DeviceMesh:
+        if axes == ("dp_replicate", "expert_shard"):  # over which FSDP reduces experts' gradients
+            axes = "expert_shard"
+        return original(self, axes)
+
+    return replaced(Mesh, "__getitem__", getitem)
+
+
+def accumulated_gradients_added_again() -> AbstractContextManager[None]:
+    original = Stages.forward_backward
+
+    def forward_backward(self: Stages, *arguments: Any) -> Tensor:
+        for name, parameter in self.model_parts[0].named_parameters():
+            if ".experts." in name and parameter.grad is not None:
+                parameter.grad *= 2
+        return original(self, *arguments)
+
+    return replaced(Stages, "forward_backward", forward_backward)
+
+
+def router_detached() -> AbstractContextManager[None]:
+    original = MixtureOfExperts.route
+
+    def route(self: MixtureOfExperts, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+        weights, chosen = original(self, x, padding)
+        return weights.detach(), chosen  # as after a gather that autograd does not follow
+
+    return replaced(MixtureOfExperts, "route", route)
+
+
+def experts_counted_as_replicas() -> AbstractContextManager[None]:
+    original = dtensor.num_holders
+
+    def num_holders(parameter: Any) -> int:
+        holders = original(parameter)
+        if "ep" in parameter.device_mesh.mesh_dim_names:
+            holders *= parameter.device_mesh["ep"].size()
+        return holders
+
+    return replaced(dtensor, "num_holders", num_holders)
 
 
 EXPERT_FAULTS = (
@@ -161,5 +227,100 @@ devices, and parts of a batch may choose differently; even the recomputation of 
 titanlite sorts in a stable way: of equals the expert with the lowest number is chosen. In
 `titanlite verify` two experts of each router have equal logits in the first step, so every layout
 has to break ties.""",
+    ),
+    Fault(
+        "balance-without-tp",
+        "The auxiliary loss counts the tokens of one tensor parallel rank",
+        balance_without_tp,
+        layout=f"tp=2,loss.router_aux_loss=0.06,{EXPERTS}",
+        check="experts",
+        figure="grad_norm",
+        step=2,
+        unchanged=("gradient",),
+        threads=("NVIDIA/Megatron-LM#5047", "NVIDIA/Megatron-LM#7481"),
+        why="""With sequence parallel each rank of tp routes its own tokens, so the counts of
+experts have to be summed over tp too, although all its ranks read the same sequences. They are
+divided by the number of all tokens, so without that sum every share is tp times too small, and so
+is the gradient of the auxiliary loss.""",
+    ),
+    Fault(
+        "router-gradient",
+        "The gradient of a router is not summed over the tensor parallel ranks",
+        router_gradient_not_reduced,
+        layout=f"tp=2,{MIXTURE}",
+        check="experts",
+        figure="gradient",
+        step=1,
+        threads=("pytorch/torchtitan#2387", "pytorch/torchtitan#4054"),
+        why="""Unless `to_local` gets `grad_placements`, the gradient has the placement of the
+weight. The weight is replicated, but each rank routes its own tokens, so its gradient is a term of
+a sum. Without the sum the copies of the router become different, and so do the choices for equal
+tokens.""",
+    ),
+    Fault(
+        "expert-gradient",
+        "The gradient of experts is not summed over the tensor parallel ranks",
+        expert_gradient_not_reduced,
+        layout=f"tp=2,{MIXTURE}",
+        check="experts",
+        figure="gradient",
+        step=1,
+        threads=("NVIDIA/Megatron-LM#5916",),
+        why="""The same mistake as in `router-gradient`, in the weights that are most of a mixture.
+The forward is right, and the losses of the first steps hardly depend on experts.""",
+    ),
+    Fault(
+        "expert-replicas",
+        "Gradients of experts are not all-reduced over replicas",
+        experts_not_reduced_over_replicas,
+        layout=f"dp_replicate=2,dp_shard=2,ep=2,{MIXTURE}",
+        check="experts",
+        figure="gradient",
+        step=1,
+        threads=("NVIDIA/Megatron-LM#5916",),
+        why="""Experts have a mesh of their own, because they are divided over other ranks than the
+rest of the block. Without dp_replicate it is still a valid mesh, and FSDP reduces over the ranks
+that it has. Each replica trains other experts, and a checkpoint holds those of one.""",
+    ),
+    Fault(
+        "expert-accumulation",
+        "Gradients of experts that are accumulated so far are added to themselves",
+        accumulated_gradients_added_again,
+        layout=f"cp=2,ep=2,{MIXTURE}",
+        check="experts",
+        figure="gradient",
+        step=1,
+        threads=("NVIDIA/Megatron-LM#6660",),
+        why="""The program of the thread reduces gradients after each local batch. In a group of one
+rank, as experts have if ep = dp_shard x cp, the buffer was also the result, so its content was
+added to it again. The first of N local batches counts 2^(N-1) times. Clipping hides the size of the
+gradient, but not its direction.""",
+    ),
+    Fault(
+        "router-detached",
+        "The loss has no gradient for the router",
+        router_detached,
+        layout=f"dp_shard=2,ep=2,{MIXTURE}",
+        check="experts",
+        figure="gradient",
+        step=1,
+        threads=("NVIDIA-NeMo/Automodel#2995", "NVIDIA-NeMo/Automodel#2092"),
+        why="""A router learns through the weights of the experts that it chose. A collective that
+autograd does not follow cuts this path. The forward is right, and the rest of the model learns. The
+router has no gradient at all, which counts as an infinite difference.""",
+    ),
+    Fault(
+        "experts-in-norm",
+        "The gradient norm takes the experts of different ranks for replicas",
+        experts_counted_as_replicas,
+        layout=f"dp_shard=2,ep=2,{MIXTURE}",
+        check="experts",
+        figure="grad_norm",
+        step=1,
+        unchanged=("choices", "loss", "gradient", "parameters"),
+        threads=("NVIDIA/Megatron-LM#5916", "NVIDIA-NeMo/Automodel#3816"),
+        why="""Each rank of ep has other experts, and the squares of all of them belong to the norm.
+Experts are held by other ranks than the rest of a block, so a rule for all parameters is wrong for
+some. The norm is too small, so clipping is too weak. No other figure shows it.""",
     ),
 )

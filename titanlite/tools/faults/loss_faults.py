@@ -13,13 +13,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from titanlite.data.rows import IGNORED, Batch
 from titanlite.distributed.mesh import Mesh
 from titanlite.model import llama
+from titanlite.optim import z_loss
 from titanlite.parallel import stages
 from titanlite.parallel.context_parallel import BatchSharder
 from titanlite.parallel.stages import Stages
+from titanlite.parallel.tensor_parallel import VOCABULARY_SHARD
 from titanlite.tools.faults.fault import Fault, replaced
 
 
@@ -77,6 +81,33 @@ def labels_shifted_twice() -> AbstractContextManager[None]:
         return original(self, batch._replace(labels=batch.labels.roll(-1, dims=1)), *arguments)
 
     return replaced(Stages, "forward_backward", forward_backward)
+
+
+def count_of_part() -> AbstractContextManager[None]:
+    original = Stages.forward_backward
+
+    def forward_backward(
+        self: Stages, batch: Batch, num_targets: Tensor, *arguments: Any
+    ) -> Tensor:
+        own_count = (self.shard_batch(batch).labels != IGNORED).sum() * self.mesh["cp"].size()
+        share = own_count / (batch.labels != IGNORED).sum()  # 1 if the parts have equally many
+        return original(self, batch, num_targets * share, *arguments)
+
+    return replaced(Stages, "forward_backward", forward_backward)
+
+
+def logits_gathered_before() -> AbstractContextManager[None]:
+    original = stages.loss_parallel_cross_entropy_sum
+
+    def cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh) -> Tensor:
+        whole = DTensor.from_local(logits, mesh, [VOCABULARY_SHARD]).full_tensor()  # (B, S, V)
+        return original(whole, labels, mesh)  # takes it for (B, S, V/tp)
+
+    return replaced(stages, "loss_parallel_cross_entropy_sum", cross_entropy)
+
+
+def partition_of_part() -> AbstractContextManager[None]:
+    return replaced(z_loss, "log_partition", lambda logits, mesh: logits.logsumexp(dim=-1))
 
 
 LOSS_FAULTS = (
@@ -157,5 +188,41 @@ the cut.""",
         why="""The model learns to predict the token after the next one. The loss falls, but to
 a higher level, and text sampled from the model is nonsense. No figure of the run is impossible:
 only a second implementation that computes the loss from the tokens shows the fault.""",
+    ),
+    Fault(
+        "count-of-part",
+        "Each context parallel rank divides by the targets of its part, times cp",
+        count_of_part,
+        layout="cp=2",
+        figure="loss",
+        step=1,
+        threads=("NVIDIA/Megatron-LM#7452", "NVIDIA/Megatron-LM#7513"),
+        why="""The mean of means again, within a sequence: prompts are at its beginning and padding
+at its end, so its parts have different numbers of targets. The number of the whole sequence,
+counted before the cut, is the same on all ranks of cp.""",
+    ),
+    Fault(
+        "logits-gathered",
+        "A loss that expects a part of the vocabulary gets the gathered logits",
+        logits_gathered_before,
+        layout="tp=2",
+        figure="loss",
+        step=1,
+        threads=("NVIDIA/Megatron-LM#7452",),
+        why="""The parallel loss adds up exp(logit) over the parts of all ranks. If each part is the
+whole vocabulary, the sum is tp times too large, and the loss ln(tp) too high. Gradients are wrong
+too: each probability is divided by tp, and only the first rank finds labels in its part.""",
+    ),
+    Fault(
+        "z-loss-of-part",
+        "The z-loss takes each rank's part of the vocabulary for the whole",
+        partition_of_part,
+        layout="tp=2,loss.z_loss=0.001",
+        figure="loss",
+        step=1,
+        threads=("NVIDIA/Megatron-LM#737", "NVIDIA/Megatron-LM#7464"),
+        why="""A sum over the vocabulary has to be summed over tp as well. ln(Z) of a part is too
+small and differs between ranks, so each rank trains with another loss. The threads are about label
+smoothing, which made the same mistake in another term.""",
     ),
 )

@@ -6,6 +6,8 @@ with an uninterrupted run of one process, with its validation loss, or with the 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,6 +32,23 @@ def data_counted_by_rank() -> AbstractContextManager[None]:
         return {"samples": torch.tensor(self.samples // self.data_size)}  # the samples of one rank
 
     return replaced(TrainStream, "state_dict", state_dict)
+
+
+@contextlib.contextmanager
+def blocks_numbered_in_stage() -> Iterator[None]:
+    original = ModelState.state_dict
+
+    def state_dict(self: ModelState) -> dict[str, Tensor]:
+        state = original(self)
+        first = min(int(name.split(".")[1]) for name in state if name.startswith("layers."))
+        return {name.replace(f"layers.{first}.", "layers.0."): state[name] for name in state}
+
+    # A checkpoint is read into the tensors of `state_dict`, so nothing is left to load
+    with (
+        replaced(ModelState, "state_dict", state_dict),
+        replaced(ModelState, "load_state_dict", lambda self, state: None),
+    ):
+        yield
 
 
 def moments_not_loaded() -> AbstractContextManager[None]:
@@ -120,6 +139,21 @@ same on any number of them.""",
         why="""The first loss after the stop, of step 4, is right: weights and data are. AdamW
 then takes a step as at the beginning of a run, with averages of one gradient, so the loss differs
 from step 5 on. A test that compares one step after a resume does not see it.""",
+    ),
+    Fault(
+        "blocks-from-0",
+        "A pipeline stage numbers its blocks from 0 when it restores a checkpoint",
+        blocks_numbered_in_stage,
+        layout="",
+        check="run",
+        resumed="pp=2",
+        figure="loss",
+        step=4,
+        threads=("NVIDIA/Megatron-LM#7452",),
+        why="""The last stage holds the second block of the model, which is the first of its own. So
+it reads the first block of the file, which has the same shapes. No name that a stage asks for is
+missing, so the load succeeds. Training goes on with the first block twice. A block's name has to be
+its number in the whole model.""",
     ),
     Fault(
         "schedule-by-microbatch",

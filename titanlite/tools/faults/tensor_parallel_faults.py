@@ -80,6 +80,10 @@ def replicas_counted_again() -> AbstractContextManager[None]:
     return replaced(dtensor, "num_holders", lambda parameter: 1)
 
 
+def shards_counted_as_replicas() -> AbstractContextManager[None]:
+    return replaced(dtensor, "num_holders", lambda parameter: parameter.device_mesh.size())
+
+
 TENSOR_PARALLEL_FAULTS = (
     Fault(
         "norm-gradient",
@@ -89,7 +93,7 @@ TENSOR_PARALLEL_FAULTS = (
         figure="gradient",
         step=1,
         unchanged=("loss",),
-        threads=("NVIDIA/Megatron-LM#1446", "pytorch/torchtitan#4054"),
+        threads=("NVIDIA/Megatron-LM#1446", "NVIDIA/Megatron-LM#7452"),
         why="""With sequence parallel each rank normalises its part of the tokens, and all
 ranks hold the same weight. So the gradient that a rank computes for it is one term of a sum over
 tp. If that sum is left out, each rank updates its copy with the gradient of its own tokens, and
@@ -162,5 +166,18 @@ same, and merged into the weights it computes something else.""",
 adds up the ranks. A norm's weight is on all ranks of tp, so its squares count 1/tp on each.
 Without that the norm is too large, and where it is above `max_norm`, clipping is too strong. The
 gradients themselves are right.""",
+    ),
+    Fault(
+        "shards-in-norm",
+        "The gradient norm takes the shards of tp for replicas",
+        shards_counted_as_replicas,
+        layout="tp=2",
+        figure="grad_norm",
+        step=1,
+        unchanged=("loss", "gradient", "parameters"),
+        threads=("NVIDIA/Megatron-LM#7530",),
+        why="""The reverse of `replicas-in-norm`: each rank has other rows or columns of a matrix,
+but their squares count 1/tp. The norm is too small, here by nearly sqrt(2). Loss and gradients are
+right until a norm above `max_norm` is not clipped.""",
     ),
 )
