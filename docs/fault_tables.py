@@ -3,7 +3,8 @@
     python -m docs.fault_tables
 
 What it is: runs every fault of `titanlite break` and writes, between the two comments of each
-check, the largest difference of each figure. A test runs the faults again, and compares.
+check, the largest difference of each figure, and at the top how many faults there are. A test runs
+the faults again, and compares.
 Why it is here: a table of numbers that is not computed again would soon be wrong.
 What it costs: about three minutes on two cores.
 """
@@ -14,14 +15,21 @@ import re
 import tempfile
 from pathlib import Path
 
-from titanlite.tools.faults.catalogue import FAULTS
+from titanlite.tools.faults.catalogue import FAULTS, FOUND_BY
 from titanlite.tools.faults.experiment import Experiments
 from titanlite.tools.faults.fault import CHECKS, OF_A_FILE, Fault
 from titanlite.tools.faults.quiz import number
 from titanlite.tools.verify.pool import Pool
 
 PAGE = Path(__file__).with_name("faults.md")
-FIRST = ("fault", "what is planted", "shipped by", "off first")
+TITLES = {
+    "verify": "[in a step](#in-a-step)",
+    "experts": "[in a mixture of experts](#in-a-mixture-of-experts)",
+    "run": "[in a run](#in-a-run)",
+    "export": "[in an export](#in-an-export)",
+    "merge": "[in a model with adapters](#in-a-model-with-adapters)",
+}
+FIRST = ("fault", "what is planted", "shipped by", "found by", "off first")
 
 
 def link(thread: str) -> str:
@@ -39,7 +47,8 @@ def prediction(fault: Fault) -> str:
 def description(fault: Fault) -> list[str]:
     """The cells of a row before the figures."""
     threads = ", ".join(link(thread) for thread in fault.threads) or "-"
-    return [f"`{fault.name}`", fault.title, threads, prediction(fault)]
+    proofs = ", ".join(proof for proof, names in FOUND_BY.items() if fault.name in names)
+    return [f"`{fault.name}`", fault.title, threads, proofs, prediction(fault)]
 
 
 def row(fault: Fault, experiments: Experiments) -> str:
@@ -62,29 +71,46 @@ def table(check: str, experiments: Experiments) -> str:
     return lines
 
 
-def printed_in(text: str) -> dict[str, dict[str, float]]:
-    """Fault -> figure -> the difference that the page shows."""
-    shown: dict[str, dict[str, float]] = {}
+def printed_in(text: str) -> dict[str, dict[str, str]]:
+    """Fault -> figure -> the difference that the page shows; bold if it is off."""
+    shown: dict[str, dict[str, str]] = {}
     for fault in FAULTS:
         found = re.search(rf"^\| `{fault.name}` \|.*\|$", text, re.MULTILINE)
         if found is None:
             continue
         cells = found[0].strip("| ").split(" | ")
-        figures = CHECKS[fault.check]
-        values = [float(cell.strip("*")) for cell in cells[len(FIRST) :]]
-        shown[fault.name] = dict(zip(figures, values, strict=True))
+        shown[fault.name] = dict(zip(CHECKS[fault.check], cells[len(FIRST) :], strict=True))
     return shown
+
+
+def summary(text: str) -> str:
+    """A table of the number of faults of each check, counted in the tables of the page."""
+    head = ["faults", "planted", *(f"found by {proof}" for proof in FOUND_BY)]
+    head.append("loss within the tolerance")
+    lines = f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n"
+    shown = printed_in(text)
+    rows = {title: {f.name for f in FAULTS if f.check == check} for check, title in TITLES.items()}
+    rows["all"] = set(shown)
+    for title, names in rows.items():
+        numbers = [len(names), *(len(names & found) for found in FOUND_BY.values())]
+        numbers.append(sum("**" not in shown[name].get("loss", "**") for name in names))
+        lines += f"| {title} | {' | '.join(map(str, numbers))} |\n"
+    return lines
 
 
 def with_tables(text: str, experiments: Experiments) -> str:
     """The page with the tables as they are now."""
     for check in CHECKS:
-        begin = f"<!-- faults of {check} -->\n"
-        end = f"<!-- end of {check} -->\n"
-        block = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        new = f"{begin}{table(check, experiments)}{end}"
-        text = block.sub(lambda _, new=new: new, text)  # type: ignore[misc]
-    return text
+        text = with_block(text, check, table(check, experiments))
+    return with_block(text, "all", summary(text))
+
+
+def with_block(text: str, name: str, block: str) -> str:
+    """The page with another text between the two comments of this name."""
+    begin = f"<!-- faults of {name} -->\n"
+    end = f"<!-- end of {name} -->\n"
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}{block}{end}{rest.partition(end)[2]}"
 
 
 def main() -> None:

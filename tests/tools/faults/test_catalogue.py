@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+from pathlib import Path
 
 import pytest
 
-from docs.fault_tables import PAGE, description
+from docs.fault_tables import PAGE, description, summary
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.faults import fault as fault_module
 from titanlite.tools.faults.catalogue import FAULTS, find_fault
@@ -16,6 +17,8 @@ from titanlite.tools.faults.experiment import Measured, Outcome
 from titanlite.tools.faults.fault import CHECKS, Fault
 from titanlite.tools.faults.quiz import run_fault
 from titanlite.tools.verify.ladder import make_case
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_there_are_enough_and_each_predicts_a_figure_of_its_check():
@@ -56,6 +59,9 @@ def test_the_page_has_each_fault_with_its_prediction():
         assert f"\n| {' | '.join(description(fault))} | " in text, "run python -m docs.fault_tables"
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert len(rows) == len(FAULTS)
+    assert f"<!-- faults of all -->\n{summary(text)}<!-- end of all -->\n" in text
+    readme = (ROOT / "README.md").read_text()
+    assert f"[{len(FAULTS)} planted faults](docs/faults.md)" in readme
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():
