@@ -113,7 +113,7 @@ def header_bytes(tensors: Mapping[str, Described], metadata: dict[str, str] | No
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """Returns the tensor's memory, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
@@ -121,18 +121,18 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def write_file(path: Path, shard: Shard) -> int:
     """Writes and syncs a file; returns its size in bytes. Raises OSError."""
     with path.open("xb", buffering=0) as file:
-        pieces = (memoryview(shard.header()), *map(_bytes_of, shard.tensors.values()))
+        pieces = (memoryview(shard.header()), *map(bytes_of, shard.tensors.values()))
         for piece in pieces:
             unwritten = piece
             while len(unwritten):  # an unbuffered write may write only a part
                 size = file.write(unwritten[:BLOCK])
-                _start_writeback(file.fileno(), file.tell() - size, size)
+                start_writeback(file.fileno(), file.tell() - size, size)
                 unwritten = unwritten[size:]
         os.fsync(file.fileno())
         return file.tell()
 
 
-def _start_writeback(descriptor: int, offset: int, size: int) -> None:
+def start_writeback(descriptor: int, offset: int, size: int) -> None:
     """Makes Linux start writing these bytes to the disk now, not at the sync or when much memory is
     unwritten. This is a hint; other systems ignore it.
     """
@@ -148,7 +148,7 @@ def _hash_and_check(shard: Shard) -> tuple[str, bool]:
     digest = hashlib.sha256(shard.header())
     finite = True
     for tensor in shard.tensors.values():
-        digest.update(_bytes_of(tensor))
+        digest.update(bytes_of(tensor))
         finite = finite and is_finite(tensor)
     return digest.hexdigest(), finite
 

@@ -116,6 +116,16 @@ def checkpoint_offset(tensor: Tensor) -> int:
     return int(storage._checkpoint_offset)
 
 
+def storage_info(file: str, begin: int, length: int) -> object:
+    """Returns what the index of a DCP folder has for a saved part: its file and bytes.
+
+    A public `FileSystemWriter.write_data` has to return it. Checked: 2.13.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, begin, length)
+
+
 def returns_a_view(operator: OpOverload) -> bool:
     """Whether an operator returns a view of an argument. Checked: 2.13."""
     return any(

@@ -32,11 +32,10 @@ from titanlite.tools.formats import convert as module
 from titanlite.tools.formats import full_state, targets
 from titanlite.tools.formats.convert import Options, convert, load_full_state
 from titanlite.tools.formats.detect_format import open_full_state, read_model
-from titanlite.tools.formats.export import Outgoing
 from titanlite.tools.formats.full_state import ORIGIN
 from titanlite.tools.formats.huggingface_tokenizer import read_tokenizer, to_files
 from titanlite.tools.formats.safetensors_files import INDEX, LARGEST_HEADER
-from titanlite.tools.formats.scratch import mapped
+from titanlite.tools.formats.torch_output import torch_errors
 
 TIED = dataclasses.replace(SMALL, tied_embeddings=True)
 
@@ -206,24 +205,18 @@ class Unwritable:
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left"), SystemExit(143), KeyboardInterrupt()], ids=repr
 )
-def test_the_cause_of_a_failed_write_is_raised(tmp_path, error):
+def test_the_cause_of_a_failed_write_is_raised(error):
     """torch.save reports each of them as RuntimeError("unexpected pos")."""
-    outgoing = Outgoing(torch.float32, (4096,), lambda: iter([torch.ones(4096)]))
-    with (
-        pytest.raises(type(error)) as caught,
-        mapped(tmp_path / "x", {"a": outgoing}) as tensors,
-    ):
-        torch.save(tensors, Unwritable(error))
+    with pytest.raises(type(error)) as caught, torch_errors():
+        torch.save({"a": torch.ones(4096)}, Unwritable(error))
     assert caught.value is error
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("target", ["b.pt", "b"], ids=["torch", "dcp"])
 def test_a_disk_that_fills_up_while_torch_writes_is_one_error(tmp_path, capsys, target):
-    """The scratch file fits, and the output, which is larger by its envelopes, does not."""
+    """The tensors fit, and the output, which is larger by its envelopes, does not."""
     source = make_file(tmp_path / "a.pt")
-    convert(source, tmp_path / "scratch.safetensors", log=quiet)
-    limit = (tmp_path / "scratch.safetensors").stat().st_size + 512
+    limit = load_full_state(source).nbytes() + 512
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -234,7 +227,7 @@ def test_a_disk_that_fills_up_while_torch_writes_is_one_error(tmp_path, capsys, 
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert "File too large" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "scratch.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt"]
 
 
 MEASURED = """

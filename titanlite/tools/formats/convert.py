@@ -177,7 +177,7 @@ def _write(
 ) -> None:
     """Writes beside the target and publishes it; on an error nothing is left."""
     state = export.state
-    needed = export.nbytes * (2 if form.needs_scratch else 1) + SPARE
+    needed = export.nbytes + SPARE
     free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise ConfigError(

@@ -57,6 +57,15 @@ def zeros(numel: int) -> Outgoing:
     return Outgoing(torch.float32, (numel,), blocks)
 
 
+def text(content: bytes) -> Outgoing:
+    """Bytes as a vector."""
+
+    def blocks() -> Iterator[Tensor]:
+        yield torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+    return Outgoing(torch.uint8, (len(content),), blocks)
+
+
 class Export:
     """A checkpoint to be written: `model` by parameter name, and `others` with `--full`.
 

@@ -68,11 +68,8 @@ def temporary_path(target: Path) -> Path:
 
 
 def _remove_leftovers(target: Path, source: Path) -> None:
-    """Removes what killed conversions have left; the caller holds the target's lock.
-
-    A scratch file has the mark in its name twice.
-    """
-    pattern = rf"{re.escape(target.stem)}(\.titanlite-tmp-[0-9a-f]{{8}})+{re.escape(target.suffix)}"
+    """Removes what killed conversions have left; the caller holds the target's lock."""
+    pattern = rf"{re.escape(target.stem)}\.titanlite-tmp-[0-9a-f]{{8}}{re.escape(target.suffix)}"
     for path in sorted(target.parent.iterdir()):
         if re.fullmatch(pattern, path.name) and path != source:
             remove(path)

@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from titanlite.checkpoint.grid import Box, grid_of
@@ -32,6 +31,7 @@ from titanlite.runtime.documents import parse_json, read_json
 from titanlite.runtime.errors import ConfigError, reason_of, shortened
 from titanlite.tools.formats.export import Outgoing
 from titanlite.tools.formats.full_state import FullTensor, Part
+from titanlite.tools.formats.in_place import Region, blocks_of, fill
 from titanlite.tools.formats.output_path import write_small_files
 
 INDEX = "model.safetensors.index.json"
@@ -196,20 +196,19 @@ def _joined(source: Path, name: str, pieces: list[FullTensor]) -> FullTensor:
 
 
 def write_file(
-    path: Path,
-    tensors: dict[str, Outgoing],
-    metadata: dict[str, str] | None = None,
-    sync: bool = True,
+    path: Path, tensors: dict[str, Outgoing], metadata: dict[str, str] | None = None
 ) -> None:
     """Writes one file. Raises OSError, and what reading the source raises."""
-    with path.open("xb") as file:
-        file.write(header_bytes(tensors, metadata))
-        for tensor in tensors.values():
-            for block in tensor.blocks():
-                file.write(block.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        if sync:
-            os.fsync(file.fileno())
+    header = header_bytes(tensors, metadata)
+    with path.open("xb", buffering=0) as file:
+        Region(file.fileno(), 0).append(memoryview(header))
+        regions = {}
+        begin = len(header)
+        for name, tensor in tensors.items():
+            regions[name] = Region(file.fileno(), begin)
+            begin += tensor.nbytes
+        fill(regions, blocks_of(tensors))
+        os.fsync(file.fileno())
 
 
 def write_folder(folder: Path, tensors: dict[str, Outgoing], shard_size: int) -> None:

@@ -4,9 +4,8 @@ What it is: a class says what distinguishes its format: the suffix that chooses 
 training state, what it refuses and why, how it is written and read back.
 `convert.py` does the rest, in the same way for all. What a file contains besides tensors makes it
 complete: the model's shape and the tokenizer.
-What it costs: safetensors files are written block by block, with one block of rows in memory, of a
-mixture one expert's matrix. torch.save and DCP take whole tensors, which lie in a scratch file
-first (`scratch.py`).
+What it costs: all are written once, with one block of rows in memory, of a mixture one expert's
+matrix.
 """
 
 from __future__ import annotations
@@ -15,14 +14,11 @@ import contextlib
 import json
 import logging
 import os
-import warnings
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.grid import Box, grid_of
@@ -45,14 +41,14 @@ from titanlite.tools.formats import (
     torchtitan_names,
 )
 from titanlite.tools.formats.detect_format import open_adapter, open_full_state
-from titanlite.tools.formats.export import Export, Options, Outgoing, zeros
+from titanlite.tools.formats.export import Export, Options, Outgoing, text, zeros
 from titanlite.tools.formats.full_state import ORIGIN, FullState
 from titanlite.tools.formats.huggingface_tokenizer import files_of, to_files
 from titanlite.tools.formats.model_card import CARD, model_card
 from titanlite.tools.formats.output_path import write_small_files
 from titanlite.tools.formats.safetensors_files import write_file, write_folder
 from titanlite.tools.formats.same_model import tensor_problems
-from titanlite.tools.formats.scratch import mapped
+from titanlite.tools.formats.torch_output import save_file, save_folder
 
 logger = logging.getLogger("titanlite")
 DEFAULT_LENGTH = 8192  # for a format that must name the longest sequence, where the source does not
@@ -66,7 +62,6 @@ class Target:
     generations: tuple[str, ...] = ()  # allowed with --names, the default first
     holds_training = False  # also optimizer and training state, with --full
     needs_model = True  # tensors of a model whose shape is not known are refused
-    needs_scratch = False  # twice the disk space
     has_shards = False  # a folder of it may have several files of tensors
     is_model = True  # whose logits can be compared with the source's
 
@@ -148,7 +143,6 @@ class Dcp(Target):
     generations = torchtitan_names.GENERATIONS
     holds_training = True
     needs_model = False
-    needs_scratch = True
 
     def has_half_split(self, model: LlamaConfig) -> bool:
         return model.qk_norm
@@ -171,13 +165,7 @@ class Dcp(Target):
 
     def write(self, path: Path, export: Export) -> None:
         path.mkdir()
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with mapped(path / "scratch", _torchtitan_tensors(export)) as tensors:
-            # With several threads, errors can be lost (pytorch#191391)
-            writer = FileSystemWriter(path, thread_count=1)
-            with warnings.catch_warnings():  # that there is one process, which is meant
-                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
+        save_folder(path, _torchtitan_tensors(export))
         with (path / ".metadata").open("rb") as index:
             os.fsync(index.fileno())  # torch 2.13 syncs it before it has written all of it
         write_small_files(path, _shape_and_tokenizer(export.state) | _origin_file(export.state))
@@ -236,20 +224,18 @@ class Torch(Target):
     suffixes = (".pt", ".pth", ".bin")
     holds_training = True
     needs_model = False
-    needs_scratch = True
 
     def write(self, path: Path, export: Export) -> None:
         about = export.state.about
-        with mapped(path, export.model | export.others) as tensors:
-            tree: dict[str, Any] = {"model": {name: tensors[name] for name in export.model}}
-            tree |= {"step": about.step, "seq_len": about.seq_len}
-            if about.model:
-                tree["model_config"] = json.loads(about.model.to_json())
-            if export.others:
-                tree["training"] = {name: tensors[name] for name in export.others}
-            if about.tokenizer:
-                tree["tokenizer"] = torch.frombuffer(bytearray(about.tokenizer), dtype=torch.uint8)
-            _torch_save(path, tree)
+        tree: dict[str, Any] = {"model": export.model}
+        tree |= {"step": about.step, "seq_len": about.seq_len}
+        if about.model:
+            tree["model_config"] = json.loads(about.model.to_json())
+        if export.others:
+            tree["training"] = export.others
+        if about.tokenizer:
+            tree["tokenizer"] = text(about.tokenizer)
+        save_file(path, tree)
 
 
 class HuggingFace(Target):
@@ -415,10 +401,3 @@ def _tokenizer_files(state: FullState) -> dict[str, bytes]:
 
 def _json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
-
-
-def _torch_save(path: Path, tree: dict[str, Any]) -> None:
-    with path.open("xb") as file:
-        torch.save(tree, file)
-        file.flush()
-        os.fsync(file.fileno())
