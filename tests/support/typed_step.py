@@ -50,6 +50,7 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.model.llama import Llama
 from titanlite.optim import chunked_loss, router_balance
 from titanlite.parallel import expert_parallel, step
+from titanlite.parallel.context_parallel import AllGatherAttention
 from titanlite.parallel.parallelize import assign_shard, split_and_parallelize
 from titanlite.rules.check import check_layout
 from titanlite.tools.faults.experiment import SMALL, llama_of, plant
@@ -162,9 +163,11 @@ def type_step(config: Config) -> None:
     stages.runner.loss = lambda output, labels: typed.as_term(loss(output, labels))
     typed.watch(part)
     with spmd.set_current_mesh({axis: spmd.MeshAxis.of(typed.group)}):
-        positions = [part.rope, getattr(stages.shard_batch, "__self__", part).positions]
-        for module in part.modules():
-            positions += getattr(module.forward, "keywords", {}).get("masks", [])
+        positions = [part.rope, stages.sharder.positions]
+        for block in part.layers.values():
+            attend = block.get_submodule("attention.attend")
+            if isinstance(attend, AllGatherAttention):
+                positions += attend.masks
         for tensor in positions:
             typed.annotate(tensor, ("cp",))
         batches = typed_batches(typed, config, llama.vocab_size, mesh.data_size)

@@ -89,7 +89,8 @@ def count_of_part() -> AbstractContextManager[None]:
     def forward_backward(
         self: Stages, batch: Batch, num_targets: Tensor, *arguments: Any
     ) -> Tensor:
-        own_count = (self.shard_batch(batch).labels != IGNORED).sum() * self.mesh["cp"].size()
+        part = self.sharder.shard_batch(batch)
+        own_count = (part.labels != IGNORED).sum() * self.mesh["cp"].size()
         share = own_count / (batch.labels != IGNORED).sum()  # 1 if the parts have equally many
         return original(self, batch, num_targets * share, *arguments)
 
