@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.tools.faults.catalogue import FAULTS, find_fault
+from titanlite.tools.faults.catalogue import FAULTS, FOUND_BY, find_fault
 from titanlite.tools.faults.experiment import SMALL
 from titanlite.tools.faults.expert_faults import MIXTURE
 from titanlite.tools.verify.ladder import ladder, make_case
@@ -40,17 +40,7 @@ LAYOUTS = [
     f"cp=2,ep=2,{MIXTURE}",
     f"tp=2,{MIXTURE}",
 ]
-REJECTED = [
-    "adapter-gradient",
-    "balance-per-rank",
-    "chunked-loss",
-    "cp-key-gradient",
-    "cp-not-summed",
-    "norm-gradient",
-    "partial-sums",
-    "rank-means",
-    "replicas-not-reduced",
-]
+REJECTED = sorted(FOUND_BY["types"])
 # Not typed: compiled blocks, the product of float8, the masks of dropout, and the logits of an untied output that tp
 # cuts where the loss reads them in fp32
 UNTYPED = (

@@ -28,8 +28,30 @@ FAULTS = (
     *EXPERT_FAULTS,
     *RUN_FAULTS,
 )
-# Proof -> the faults that it finds, as its test shows. `values`: what a fault's `check` compares
-FOUND_BY = {"values": frozenset(fault.name for fault in FAULTS)}
+# Proof -> the faults that it finds, as its test shows. `values`: what a fault's `check` compares;
+# `types`: tests/parallel/test_types.py
+FOUND_BY = {
+    "values": frozenset(fault.name for fault in FAULTS),
+    "types": frozenset(
+        {
+            "adapter-gradient",
+            "balance-per-rank",
+            "balance-without-tp",
+            "chunked-loss",
+            "count-of-part",
+            "cp-key-gradient",
+            "cp-not-summed",
+            "expert-gradient",
+            "logits-gathered",
+            "norm-gradient",
+            "partial-sums",
+            "rank-means",
+            "replicas-not-reduced",
+            "router-gradient",
+            "z-loss-of-part",
+        }
+    ),
+}
 
 
 def find_fault(name: str) -> Fault:
