@@ -28,7 +28,10 @@ logger = logging.getLogger("titanlite")
 # Seconds between two checks for a file: network file systems are slow
 LOOK_EVERY = 1.0
 STDERR = 2
-ANSWER = b"stopping after the current step, or the set-up (a second signal exits at once)\n"
+ANSWER = (
+    b"stopping after the current step or the set-up, which may be compiling "
+    b"(a second signal exits at once)\n"
+)
 
 
 class Agreed(NamedTuple):
