@@ -207,8 +207,6 @@ SETS_ATTRIBUTES = {
     "titanlite/parallel/expert_parallel.py": {
         "ctx.sizes",
         "experts.forward",
-        "layer.forward",
-        "layer.weight",
     },
     "titanlite/parallel/context_parallel.py": {
         "model.document_mask",

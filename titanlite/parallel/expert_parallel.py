@@ -50,13 +50,7 @@ from torch.distributed.tensor import (
 )
 
 from titanlite.distributed.mesh import Mesh
-from titanlite.model.moe import (
-    ExpertLinear,
-    Experts,
-    MixtureOfExperts,
-    multiply,
-    restore_order,
-)
+from titanlite.model.moe import Experts, MixtureOfExperts, multiply, restore_order
 
 if TYPE_CHECKING:
     from titanlite.model.llama import Llama
@@ -82,40 +76,41 @@ def apply_ep(model: Llama, mesh: Mesh) -> None:
         assert isinstance(moe, MixtureOfExperts)
         experts: nn.Module = moe.experts
         if mesh["tp"].size() > 1:
-            _place(moe.router, mesh["tp"], [Replicate()], route_local)
+            router = OnLocalWeight(moe.router, mesh["tp"], [Replicate()], F.linear)
+            moe.set_submodule("router", router)
         if mesh.ep * mesh["tp"].size() > 1:
-            for linear in (moe.experts.w1, moe.experts.w2, moe.experts.w3):
-                _place(linear, mesh[axes], placements, multiply_local)
+            for name, linear in list(moe.experts.named_children()):
+                local = OnLocalWeight(linear, mesh[axes], placements, multiply)
+                moe.experts.set_submodule(name, local)
         if mesh.ep > 1:
             experts.forward = functools.partial(compute_elsewhere, moe.experts, mesh["ep"])
 
 
-def _place(
-    layer: nn.Module, mesh: DeviceMesh, placements: list[Placement], forward: Callable[..., Tensor]
-) -> None:
-    """Makes a layer's weight a DTensor, and `forward` compute with the local part of it."""
-    weight = layer.get_parameter("weight")
-    layer.weight = nn.Parameter(distribute_tensor(weight, mesh, placements, src_data_rank=None))
-    layer.forward = functools.partial(forward, layer)
+class OnLocalWeight(nn.Module):
+    """A layer that computes with this rank's part of its weight, which is a DTensor."""
 
+    def __init__(
+        self,
+        layer: nn.Module,
+        mesh: DeviceMesh,
+        placements: list[Placement],
+        product: Callable[..., Tensor],
+    ) -> None:
+        """`product`: the function of input and weight that the layer computes."""
+        super().__init__()
+        weight = distribute_tensor(
+            layer.get_parameter("weight"), mesh, placements, src_data_rank=None
+        )
+        self.weight = nn.Parameter(weight)
+        self.product = product
 
-def local_weight(layer: nn.Module) -> Tensor:
-    """Returns this rank's part of a weight, in the dtype in which it computes."""
-    weight = layer.weight
-    assert isinstance(weight, DTensor)
-    # Ranks along tp compute different tokens with the same weight: a gradient is a term of a sum
-    gradient = [Partial() if p == Replicate() else p for p in weight.placements]
-    return weight.to_local(grad_placements=gradient)
-
-
-def route_local(router: nn.Linear, x: Tensor) -> Tensor:
-    """Computes the logits (B, S/tp, E) of this rank's tokens (B, S/tp, D), both plain tensors."""
-    return F.linear(x, local_weight(router))
-
-
-def multiply_local(linear: ExpertLinear, rows: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies rows (R, in) with this rank's experts; ends (E/ep,)."""
-    return multiply(rows, local_weight(linear), ends)
+    def forward(self, x: Tensor, *ends: Tensor) -> Tensor:
+        weight = self.weight
+        assert isinstance(weight, DTensor)
+        # Ranks along tp compute different tokens with the same weight: a gradient is one term of
+        # a sum
+        gradient = [Partial() if p == Replicate() else p for p in weight.placements]
+        return self.product(x, weight.to_local(grad_placements=gradient), *ends)
 
 
 def read_sizes(sizes: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
