@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -14,16 +15,70 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from model_builder import assert_same, gradients, small_model
+from model_builder import EVEN, assert_same, build_stages, full, gradients, small_model
 
 from titanlite.config.load import load_config
-from titanlite.config.schema import RecomputeConfig
+from titanlite.config.schema import CompileConfig, RecomputeConfig
+from titanlite.data.rows import Batch
 from titanlite.model.flavors import FLAVORS
+from titanlite.optim.router_balance import RouterBalance
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.auto import decide_compile
 from titanlite.parallel.compile import apply_compile, first_message, missing_for_inductor
 from titanlite.rules.degrees import AXES
 from titanlite.runtime.errors import ConfigError
+
+EXPERTS = dataclasses.replace(EVEN, num_experts=4, experts_per_token=2, expert_ffn_dim=24)
+
+
+def two_steps_with_experts(
+    parallel: dict[str, int], mode: str, compile: str
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], int]:
+    """The gradients of the second step, the router's columns, and how many graphs were compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    stages = build_stages(
+        parallel,
+        0,
+        EXPERTS,
+        CompileConfig(enabled=compile, backend="aot_eager"),
+        RecomputeConfig(mode=mode),
+        compute_dtype="bfloat16",  # the only one in which torch 2.13 compiles experts
+    )
+    balance = RouterBalance(stages.model_parts, 0.5, stages.mesh, torch.device("cpu"))
+    tokens = torch.randint(104, (2, 17), generator=torch.Generator().manual_seed(3))
+    padding = (torch.arange(16) >= 12).expand(2, 16)
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], padding=padding)
+    for _ in range(2):
+        for part in stages.model_parts:
+            part.zero_grad()
+        balance.start_step(torch.tensor(24 * stages.mesh.data_size), 1.0)
+        stages.evaluate(batch)
+        stages.forward_backward(batch, torch.tensor(32))
+        balance.finish_step()
+    found = {name: full(p.grad) for name, p in stages.model_parts[0].named_parameters()}
+    return found, balance.columns(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "mode"),
+    [
+        ({}, "none"),
+        ({"dp_shard": 2}, "full"),
+        ({"tp": 2}, "selective"),
+        ({"ep": 2, "dp_shard": 2}, "none"),
+    ],
+)
+def test_experts_are_compiled_with_their_block(pool, parallel, mode):
+    """Counts, auxiliary loss and gradients are the same; with ep only attention is compiled."""
+    processes = parallel.get("dp_shard", 1) * parallel.get("tp", 1)
+    eager = pool.run(processes, two_steps_with_experts, parallel, mode, "false")
+    compiled = pool.run(processes, two_steps_with_experts, parallel, mode, "true")
+    for (expected, columns, _), (found, found_columns, graphs) in zip(eager, compiled, strict=True):
+        assert_same(found, expected, rtol=0, atol=0)
+        assert found_columns == columns
+        assert columns["router_loss"] > 0
+        assert graphs == 2, "with and without gradients, for all blocks"
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])

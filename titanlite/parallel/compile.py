@@ -1,9 +1,9 @@
 """torch.compile, one transformer block at a time (PyTorch 2, ASPLOS 2024).
 
-What it is: the block's forward becomes one compiled graph. All blocks have the same code, so it is
-compiled once and reused: the compile time does not grow with the depth. FSDP's communication stays
-outside of the graph, in hooks; that of tensor and context parallel is inside, where the compiler
-can move it. The loss can be compiled too.
+What it is: the block's forward becomes one compiled graph, with experts if a graph can have them.
+All blocks have the same code, so it is compiled once and reused: the compile time does not grow
+with the depth. FSDP's communication stays outside of the graph, in hooks; that of tensor and
+context parallel is inside, where the compiler can move it. The loss can be compiled too.
 Why it is here: fused operators do not write their intermediate results to memory and read them
 again.
 What it costs: seconds at the first step for each kind of block (context parallel ranks have
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from titanlite.config.schema import Config, RecomputeConfig
 from titanlite.distributed.agreement import gather
@@ -38,6 +39,8 @@ from titanlite.distributed.torch_private import (
     set_recompile_limit,
     torch_library_folder,
 )
+from titanlite.model.flavors import LlamaConfig
+from titanlite.model.moe import multiply
 from titanlite.model.wrappable import Wrappable
 from titanlite.runtime import interpreter
 from titanlite.runtime.errors import ConfigError
@@ -149,16 +152,40 @@ def missing_compiler(config: Config, device_type: str) -> str:
     return missing
 
 
+def compiles_experts(llama: LlamaConfig, dtype: torch.dtype) -> bool:
+    """Whether a graph can have the products of this model's experts.
+
+    torch 2.13 computes them in more dtypes than it compiles: on the meta device it takes what it
+    compiles.
+    """
+    meta = functools.partial(torch.empty, dtype=dtype, device="meta")
+    ends = torch.empty(llama.num_experts, dtype=torch.int32, device="meta")
+    weight = meta(llama.num_experts, llama.expert_ffn_dim, llama.dim)
+    try:
+        multiply(meta(1, llama.dim), weight, ends)
+    except RuntimeError:
+        return False
+    return True
+
+
 def apply_compile(
-    model: Llama, backend: str, recompute: RecomputeConfig, async_tp: bool = False
+    model: Llama,
+    backend: str,
+    recompute: RecomputeConfig,
+    async_tp: bool = False,
+    experts: bool = False,
 ) -> None:
-    """Compiles the computation of each block."""
+    """Compiles the computation of each block.
+
+    `experts`: whether a graph can have the experts of a block; else only attention is compiled.
+    """
     options = OVERLAP_TENSOR_PARALLEL if async_tp else None  # options of inductor
     set_recompile_limit(VARIANTS)
     set_activation_memory_budget(recompute.budget if recompute.mode == "memory_budget" else 1.0)
     for block in model.layers.values():
-        # The router of a mixture of experts decides about sizes, which a graph cannot have
-        compiled = block.get_submodule("attention") if model.config.num_experts else block
+        compiled: nn.Module = block
+        if model.config.num_experts and not experts:
+            compiled = block.get_submodule("attention")
         assert isinstance(compiled, Wrappable)
         # fullgraph: a graph break is an error
         compiled.wrap(torch.compile, backend=backend, options=options, fullgraph=True)

@@ -34,7 +34,7 @@ from titanlite.config.schema import Config
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.block_mask import apply_block_mask
 from titanlite.parallel.activation_checkpoint import apply_ac
-from titanlite.parallel.compile import apply_compile, missing_for_inductor
+from titanlite.parallel.compile import apply_compile, compiles_experts, missing_for_inductor
 from titanlite.parallel.context_parallel import apply_cp
 from titanlite.parallel.deferred_output import defer_output
 from titanlite.parallel.expert_parallel import apply_ep
@@ -120,7 +120,9 @@ def parallelize(model: Llama, config: Config, mesh: Mesh, compiled: bool) -> Non
     if seen_by_compiler:  # inside the compiled graph
         apply_ac(model, recompute)
     if compiled:
-        apply_compile(model, config.compile.backend, recompute, parallel.async_tp)
+        # With ep the router decides about sizes of messages, which a graph cannot have
+        experts = mesh.ep == 1 and compiles_experts(model.config, compute)
+        apply_compile(model, config.compile.backend, recompute, parallel.async_tp, experts)
     if config.lora.drops:
         apply_dropout(model)
     if not seen_by_compiler:  # `full` is outside the compiled graph: a block keeps only its input

@@ -489,12 +489,14 @@ def test_an_ep_that_does_not_divide_is_refused(arguments, message):
         estimate(config, resolve_flavor(config.model, 128256), 8)
 
 
-def test_a_memory_budget_repeats_no_experts():
-    """The compiler has attention only. A block keeps of each of 8 rows per token at least two of
-    2048 numbers and four of 768, in bfloat16.
+def test_a_memory_budget_repeats_no_experts_of_other_ranks():
+    """With ep the compiler has attention only. A block keeps of each of 8 rows per token at least
+    two of 2048 numbers and four of 768, in bfloat16.
     """
-    options = ("--training.global_batch_size=8", "--loss.num_chunks=8")
+    options = ("--parallel.ep=2", "--training.global_batch_size=8", "--loss.num_chunks=8")
     budget = ("--recompute.mode=memory_budget", "--recompute.budget=0.0")
     kept = mixture(8, *options, *budget).memory.activations
-    assert kept > 48 * 4096 * 8 * (2 * 2048 + 4 * 768) * 2
+    of_experts = 48 * 4096 * 8 * (2 * 2048 + 4 * 768) * 2
+    assert kept > of_experts
     assert kept < mixture(8, *options, "--recompute.mode=none").memory.activations
+    assert mixture(8, *options, *budget, "--parallel.ep=1").memory.activations < of_experts

@@ -117,7 +117,7 @@ class RankCounts:
     products: tuple[Product, ...]  # recomputed ones too
     attention_flops: int  # forward, backward and recomputed; the causal mask is not discounted
     pointwise_bytes: int  # read and written by the other operators, in eager mode
-    # The part of `pointwise_bytes` in experts, which are never compiled; 0 in a trace
+    # The part of `pointwise_bytes` in experts that are never compiled; 0 in a trace
     never_compiled_bytes: int = field(default=0, kw_only=True)
     collectives: tuple[Collective, ...]
 

@@ -37,6 +37,7 @@ def estimate(
     for pp_rank in range(layout.pp):
         stages = layout.stages_of(pp_rank)
         stored = states(layout, stages)
+        never_compiled = 0 if layout.compiles_experts else expert_bytes(layout, stages)
         ranks.append(
             RankCounts(
                 pp_rank=pp_rank,
@@ -47,7 +48,7 @@ def estimate(
                 products=products(layout, stages),
                 attention_flops=attention_flops(layout, stages),
                 pointwise_bytes=pointwise_bytes(layout, stages),
-                never_compiled_bytes=expert_bytes(layout, stages),
+                never_compiled_bytes=never_compiled,
                 collectives=collectives(layout, stages, pp_rank),
             )
         )

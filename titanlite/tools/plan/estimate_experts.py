@@ -39,7 +39,7 @@ def expert_rows(layout: Layout) -> int:
 
 
 def repeats_experts(layout: Layout, number: int) -> bool:
-    """Whether a block's mixture is computed again; the compiler repeats attention only."""
+    """Whether a block's mixture is computed again, other than by the compiler's choice."""
     recompute = layout.config.recompute
     return recompute.mode in ("full", "selective") and number % recompute.every == 0
 

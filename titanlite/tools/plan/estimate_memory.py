@@ -57,7 +57,7 @@ def block_activations(layout: Layout, trained: frozenset[str], repeats: bool) ->
     stream = hidden_bytes(layout)
     if mode == "memory_budget":
         never_repeated = stream
-        if layout.llama.num_experts:  # the compiler has attention only
+        if layout.llama.num_experts and not layout.compiles_experts:
             never_repeated += kept_by_experts(layout)
         kept = never_repeated + layout.config.recompute.budget * (whole - never_repeated)
         return Kept(kept, whole - kept)

@@ -148,6 +148,11 @@ class Layout:
         return needs_fsdp(self.config.parallel, num_processes(self.degrees))
 
     @property
+    def compiles_experts(self) -> bool:
+        """Whether compiled blocks contain their experts (`parallel/compile.py`), by torch 2.13."""
+        return self.ep == 1 and self.compute_dtype == "bfloat16"
+
+    @property
     def compute_dtype(self) -> str:
         dtype = self.config.training.compute_dtype
         return "bfloat16" if dtype == "auto" else dtype
