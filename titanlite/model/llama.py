@@ -107,9 +107,10 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     """Rotates neighbouring pairs of each head, in fp32.
 
     x: (B, S, heads, Dh), rope: ([B,] S or more, Dh / 2, 2).
-    In eager mode a pair is a complex number, multiplied by cos + i sin in one kernel; real
-    arithmetic takes several. In a compiled graph it is real arithmetic, which the compiler fuses;
-    it cannot fuse complex arithmetic.
+    In eager mode a pair is a complex number, multiplied by cos + i sin in one kernel. Real
+    arithmetic gives the same bits by several kernels, and on one CPU thread makes a step of `debug`
+    about 4 % slower, one of `cpu_25m` about 1 % (torch 2.13). In a compiled graph it is real
+    arithmetic, which the compiler fuses; it cannot fuse complex arithmetic.
     """
     pairs = x.float().unflatten(-1, (-1, 2))  # (B, S, heads, Dh / 2, 2)
     rope = rope[..., : x.shape[1], None, :, :]  # ([B,] S, 1, Dh / 2, 2)
