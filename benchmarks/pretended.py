@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.checkpoint.manifest import FileEntry
 from titanlite.checkpoint.planner import Entry, Report, Table, digest_of, digest_of_mesh, packed
@@ -53,7 +52,7 @@ OPTIONS = [
 
 def state_of(llama: LlamaConfig, ranks: int, rank: int) -> State:
     """Builds the state of a run that this rank of so many would hold, on the meta device."""
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=ranks)
     config = load_config(["debug", *OPTIONS])
     degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": ranks // TP, "cp": 1, "tp": TP}
     mesh = Mesh("cpu", degrees, 600)

@@ -171,7 +171,6 @@ SETS_ATTRIBUTES = {
         "info.buffer",
         "Stage._inference_mode",
         "cpp_extension.TORCH_LIB_PATH",
-        "dynamo.recompile_limit",
         "functorch.activation_memory_budget",
         "functorch.unsafe_treat_script_objects_as_zero_size",
     },
@@ -204,6 +203,7 @@ SETS_ATTRIBUTES = {
         "layer.sums[1]",
         "moe.probabilities",
     },
+    "titanlite/parallel/compile.py": {"torch.compiler.config.recompile_limit"},
     "titanlite/parallel/expert_parallel.py": {
         "ctx.sizes",
         "experts.forward",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -49,6 +50,29 @@ def test_each_function_names_the_releases_it_was_checked_on(module):
     for name, function in vars(module).items():
         if getattr(function, "__module__", None) == module.__name__:
             assert re.search(r"2\.1[135]", function.__doc__ or ""), name
+
+
+def public_twins() -> list[tuple[tuple[int, int], str, str]]:
+    """The table in the header of torch_private.py: from which release on, private name, twin."""
+    lines = re.findall(r"^    2\.(\d+) +(\S+) +(torch\S+)$", torch_private.__doc__, re.MULTILINE)
+    return [((2, int(minor)), private, public) for minor, private, public in lines]
+
+
+def oldest_torch() -> tuple[int, int]:
+    requirement = re.search(r'"torch>=2\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    return 2, int(requirement[1])
+
+
+def test_no_private_name_is_kept_that_the_oldest_torch_has_in_public():
+    oldest, code = oldest_torch(), Path(torch_private.__file__).read_text().split('"""', 2)[2]
+    assert f"oldest release that is supported is 2.{oldest[1]};" in torch_private.__doc__
+    assert len(public_twins()) >= 4
+    for since, private, public in public_twins():
+        assert private in code, f"{private} is gone: take it out of the table"
+        assert since > oldest, f"the oldest torch has {public}: use it in place of {private}"
+        if since <= TORCH:
+            functools.reduce(getattr, public.split(".")[1:], torch)
+            print(f"torch {torch.__version__} has {public}, for {private}")
 
 
 def test_operators_on_lists_and_operators_by_name():

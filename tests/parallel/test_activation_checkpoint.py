@@ -8,11 +8,13 @@ import torch
 from allocations import Largest
 from model_builder import EVEN, TOKENS, assert_same, gradients, small_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import RecomputeConfig
 from titanlite.parallel import activation_offload
-from titanlite.parallel.activation_checkpoint import apply_ac
+from titanlite.parallel.activation_checkpoint import MATMULS, apply_ac
 from titanlite.parallel.compile import apply_compile
+from titanlite.parallel.float8 import Scaled, scaled_matmul
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
@@ -50,8 +52,6 @@ def test_full_recompute_keeps_less_and_every_second_block_lies_between():
 
 def count_forwards(mode: str) -> dict[str, int]:
     """How often attention and the matmuls run in forward and backward of one block."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     counts: dict[str, int] = {}
 
     class Counter(TorchDispatchMode):
@@ -76,6 +76,22 @@ def test_selective_recomputes_half_of_the_matmuls_and_no_attention():
     assert none[matmul] == 3 * forward
     assert selective[matmul] - none[matmul] == 3
     assert full[matmul] - none[matmul] >= forward - 1
+
+
+def test_selective_knows_the_operator_that_multiplies_float8():
+    """Another operator would be computed again in each backward, without a message."""
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    matrix = Scaled(torch.eye(16).to(torch.float8_e4m3fn), torch.ones(()))
+    with Seen():
+        product = scaled_matmul(matrix, matrix, torch.float32, emulate=False, fast=False)
+    assert torch.equal(product, torch.eye(16))
+    assert len(set(seen) & set(MATMULS)) == 1, seen
 
 
 def offloaded(every: int = 1, compiled: bool = False) -> torch.nn.Module:

@@ -36,7 +36,6 @@ from titanlite.distributed.torch_private import (
     inductor_cache_folder,
     link_inductor_with,
     set_activation_memory_budget,
-    set_recompile_limit,
     torch_library_folder,
 )
 from titanlite.model.flavors import LlamaConfig
@@ -180,7 +179,7 @@ def apply_compile(
     `experts`: whether a graph can have the experts of a block; else only attention is compiled.
     """
     options = OVERLAP_TENSOR_PARALLEL if async_tp else None  # options of inductor
-    set_recompile_limit(VARIANTS)
+    torch.compiler.config.recompile_limit = VARIANTS  # with `fullgraph` one more is an error
     set_activation_memory_budget(recompute.budget if recompute.mode == "memory_budget" else 1.0)
     for block in model.layers.values():
         compiled: nn.Module = block
