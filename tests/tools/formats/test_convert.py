@@ -231,7 +231,8 @@ def test_a_wrong_result_is_found_and_kept(steps, tmp_path, monkeypatch, spoil):
         for name, outgoing in list(self.model.items()):
             blocks = outgoing.blocks
             self.model[name] = outgoing._replace(
-                blocks=lambda b=blocks, n=name: (spoil(n, rows) for rows in b())
+                blocks=lambda b=blocks, n=name: (spoil(n, rows) for rows in b()),
+                stored=None,  # so that the blocks are written
             )
 
     monkeypatch.setattr(Export, "__init__", spoiled)

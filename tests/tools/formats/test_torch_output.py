@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from model_builder import SMALL, make_file
 from torch import Tensor
 
 from titanlite.checkpoint.manifest import DTYPES
 from titanlite.tools.formats import full_state
-from titanlite.tools.formats.convert import Options, convert, load_full_state
+from titanlite.tools.formats.convert import load_full_state
 from titanlite.tools.formats.export import Outgoing
-from titanlite.tools.formats.intact import require_intact
 from titanlite.tools.formats.torch_output import save_file, save_folder
 
 
@@ -88,22 +85,3 @@ def test_what_lies_beyond_4_gb_is_found(tmp_path):
     assert record.begin > 5 << 30
     assert record.problem() == ""
     assert record.crc
-
-
-def bytes_written() -> int:
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
-
-
-@pytest.mark.parametrize("target", ["b.pt", "b.safetensors", "dcp", "hf"])
-def test_bytes_are_written_once(tmp_path, target):
-    source = tmp_path / "a.pt"
-    make_file(source, SMALL)
-    if target != "hf":  # which holds a whole model only
-        torch.save({"more": torch.randn(1024, 1024)}, source)
-    before = bytes_written()
-    to = target if "." not in target else ""
-    state = convert(source, tmp_path / target, Options(to, verify=False), lambda text: None)
-    written = bytes_written() - before
-    assert state.nbytes() <= written < 1.05 * state.nbytes() + 100_000
-    require_intact(state)

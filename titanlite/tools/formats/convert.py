@@ -8,9 +8,10 @@ group.
 
 What it is: detect the source's format (`detect_format.py`), check that the target's can hold it
 (`targets.py`), verify the source's hashes, write beside the target, sync, publish
-(`output_path.py`), open the output again and compare the two (`check_export.py`).
-What it costs: memory for blocks of rows; time for reading and writing once, for hashing a step
-folder before, and for the comparison, which reads both again.
+(`output_path.py`), open the output again and compare the two (`check_export.py`). A target of one
+file verifies a step folder while it is read; nothing is published if it is damaged.
+What it costs: memory for blocks of rows; time for writing once, for reading once, or twice where
+the hashes come first, and for the comparison, which reads both again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from titanlite.tools.formats.check_export import (
 from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.export import DTYPES, Export, Options
 from titanlite.tools.formats.full_state import FullState, FullTensor
-from titanlite.tools.formats.intact import require_intact
+from titanlite.tools.formats.intact import hashes_of, require_intact
 from titanlite.tools.formats.output_path import (
     lock_target,
     publish,
@@ -185,8 +186,11 @@ def _write(
         )
     beside = temporary_path(target)
     try:
-        with progress_bar(state.nbytes(export.full), "verifying the source") as bar:
-            require_intact(state, export.full, bar.update)
+        if form.in_one_file or target.suffix in form.suffixes:
+            export.hashes = hashes_of(state, export.full)
+        if not export.hashes:
+            with progress_bar(state.nbytes(export.full), "verifying the source") as bar:
+                require_intact(state, export.full, bar.update)
         started = time.monotonic()
         with progress_bar(export.nbytes, "converting") as bar:
             export.progress = bar.update

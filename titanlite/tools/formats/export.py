@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -37,11 +38,17 @@ class Options(Selection):
 
 
 class Outgoing(NamedTuple):
-    """A tensor to write: `blocks()` reads and converts its rows."""
+    """A tensor to write: `blocks()` reads and converts its rows.
+
+    `stored`: the source's tensor, if its elements are written in the same order; `converted`
+    converts any of them.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     blocks: Callable[[], Iterator[Tensor]]
+    stored: FullTensor | None = None
+    converted: Callable[[Tensor], Tensor] = lambda elements: elements
 
     @property
     def nbytes(self) -> int:
@@ -80,6 +87,7 @@ class Export:
         self.full = options.full
         self.names = options.names
         self.shard_size = options.shard_size or SHARD_SIZE
+        self.hashes: dict[Path, str] = {}  # of the source's files that are not verified yet
         self.nonfinite: set[str] = set()
         self.progress: Callable[[int], object] = lambda nbytes: None
         self.model = {name: self.weight(name) for name in state.tensors}
@@ -115,12 +123,15 @@ class Export:
     def _outgoing(
         self, name: str, tensor: FullTensor, dtype: torch.dtype, head_dim: int
     ) -> Outgoing:
+        def converted(elements: Tensor) -> Tensor:
+            return self._examine(name, elements.to(dtype))
+
         def blocks() -> Iterator[Tensor]:
             for block in tensor.blocks(head_dim or 1):
-                ordered = half_split(block, head_dim) if head_dim else block
-                yield self._examine(name, ordered.to(dtype))
+                yield converted(half_split(block, head_dim) if head_dim else block)
 
-        return Outgoing(dtype, tensor.shape, blocks)
+        stored = None if head_dim else tensor
+        return Outgoing(dtype, tensor.shape, blocks, stored, converted)
 
     def _examine(self, name: str, block: Tensor) -> Tensor:
         """Returns the block after checking and counting it.

@@ -16,6 +16,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -30,6 +31,17 @@ from titanlite.runtime.errors import ConfigError, reason_of
 ORIGIN = "titanlite.json"
 # Bytes of rows read at a time; the allocator reuses memory of this size and returns larger pieces
 BLOCK = 1 << 22
+
+
+def read_exactly(file: FileIO, data: memoryview) -> None:
+    """Fills `data` from an unbuffered file. Raises CorruptCheckpoint if it is too short."""
+    while len(data):
+        size = file.readinto(data)
+        if not size:
+            raise CorruptCheckpoint(
+                f"{file.name}: ends {len(data)} bytes before a tensor does; it is cut short"
+            )
+        data = data[size:]
 
 
 @dataclass(frozen=True)
@@ -74,14 +86,7 @@ class Part:
                 values = torch.empty(span, dtype=dtype)
                 view = values.view(torch.uint8).numpy().data
                 file.seek(begin + start * strides[0] * dtype.itemsize)
-                while len(view):
-                    size = file.readinto(view)
-                    if not size:
-                        raise CorruptCheckpoint(
-                            f"{self.file}: ends {len(view)} bytes before a tensor does; it is "
-                            "cut short"
-                        )
-                    view = view[size:]
+                read_exactly(file, view)
         except OSError as error:
             raise CorruptCheckpoint(f"{self.file}: {error.strerror or error}") from None
         return values.as_strided(shape, strides)

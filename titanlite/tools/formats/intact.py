@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from titanlite.checkpoint.folders import list_steps, step_folder
-from titanlite.checkpoint.manifest import CorruptCheckpoint, read_manifest
+from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest, read_manifest
 from titanlite.checkpoint.step_files import verify_files
 from titanlite.tools.formats.full_state import FullState, FullTensor, Record
 
@@ -41,15 +41,30 @@ def require_intact(
     if full.about.format != "titanlite":
         return
     manifest = read_manifest(full.path)
-    names = list(manifest.files)
-    if not everything:
-        needed = {"model.json"}
-        for tensor in full.tensors.values():
-            needed |= {part.file.name for part in tensor.parts}
-        names = [name for name in names if name in needed]
-    problems = verify_files(full.path, manifest, names, progress)
+    problems = verify_files(full.path, manifest, _names(full, manifest, everything), progress)
     if problems:
         raise CorruptCheckpoint([*problems, other_steps(full.path)])
+
+
+def hashes_of(full: FullState, everything: bool) -> dict[Path, str]:
+    """The files of a step folder that `require_intact` reads, with their SHA-256; none of another
+    format.
+    """
+    if full.sources or full.about.format != "titanlite":
+        return {}
+    manifest = read_manifest(full.path)
+    names = _names(full, manifest, everything)
+    return {full.path / name: manifest.files[name].sha256 for name in names}
+
+
+def _names(full: FullState, manifest: Manifest, everything: bool) -> list[str]:
+    """The files of a step folder that hold what is used."""
+    if everything:
+        return list(manifest.files)
+    needed = {"model.json"}
+    for tensor in full.tensors.values():
+        needed |= {part.file.name for part in tensor.parts}
+    return [name for name in manifest.files if name in needed]
 
 
 def _records(full: FullState, everything: bool) -> list[Record]:

@@ -31,7 +31,7 @@ from titanlite.runtime.documents import parse_json, read_json
 from titanlite.runtime.errors import ConfigError, reason_of, shortened
 from titanlite.tools.formats.export import Outgoing
 from titanlite.tools.formats.full_state import FullTensor, Part
-from titanlite.tools.formats.in_place import Region, blocks_of, fill
+from titanlite.tools.formats.in_place import NOTHING, Region, blocks_of, fill
 from titanlite.tools.formats.output_path import write_small_files
 
 INDEX = "model.safetensors.index.json"
@@ -196,9 +196,15 @@ def _joined(source: Path, name: str, pieces: list[FullTensor]) -> FullTensor:
 
 
 def write_file(
-    path: Path, tensors: dict[str, Outgoing], metadata: dict[str, str] | None = None
+    path: Path,
+    tensors: dict[str, Outgoing],
+    metadata: dict[str, str] | None = None,
+    hashes: Mapping[Path, str] = NOTHING,
 ) -> None:
-    """Writes one file. Raises OSError, and what reading the source raises."""
+    """Writes one file. `hashes`: as in `blocks_of`.
+
+    Raises OSError, and what reading the source raises.
+    """
     header = header_bytes(tensors, metadata)
     with path.open("xb", buffering=0) as file:
         Region(file.fileno(), 0).append(memoryview(header))
@@ -207,7 +213,7 @@ def write_file(
         for name, tensor in tensors.items():
             regions[name] = Region(file.fileno(), begin)
             begin += tensor.nbytes
-        fill(regions, blocks_of(tensors))
+        fill(regions, blocks_of(tensors, hashes))
         os.fsync(file.fileno())
 
 

@@ -62,6 +62,7 @@ class Target:
     generations: tuple[str, ...] = ()  # allowed with --names, the default first
     holds_training = False  # also optimizer and training state, with --full
     needs_model = True  # tensors of a model whose shape is not known are refused
+    in_one_file = False  # all tensors, which `write` may verify while it reads them
     has_shards = False  # a folder of it may have several files of tensors
     is_model = True  # whose logits can be compared with the source's
 
@@ -143,6 +144,7 @@ class Dcp(Target):
     generations = torchtitan_names.GENERATIONS
     holds_training = True
     needs_model = False
+    in_one_file = True
 
     def has_half_split(self, model: LlamaConfig) -> bool:
         return model.qk_norm
@@ -165,7 +167,7 @@ class Dcp(Target):
 
     def write(self, path: Path, export: Export) -> None:
         path.mkdir()
-        save_folder(path, _torchtitan_tensors(export))
+        save_folder(path, _torchtitan_tensors(export), export.hashes)
         with (path / ".metadata").open("rb") as index:
             os.fsync(index.fileno())  # torch 2.13 syncs it before it has written all of it
         write_small_files(path, _shape_and_tokenizer(export.state) | _origin_file(export.state))
@@ -208,7 +210,7 @@ class Safetensors(Target):
             metadata = {"format": "pt", "titanlite": _origin(state)}
             if state.about.model:
                 metadata["model"] = state.about.model.to_json()
-            write_file(path, tensors, metadata)
+            write_file(path, tensors, metadata, export.hashes)
         else:
             path.mkdir()
             write_folder(path, tensors, export.shard_size)
@@ -224,6 +226,7 @@ class Torch(Target):
     suffixes = (".pt", ".pth", ".bin")
     holds_training = True
     needs_model = False
+    in_one_file = True
 
     def write(self, path: Path, export: Export) -> None:
         about = export.state.about
@@ -235,7 +238,7 @@ class Torch(Target):
             tree["training"] = export.others
         if about.tokenizer:
             tree["tokenizer"] = text(about.tokenizer)
-        save_file(path, tree)
+        save_file(path, tree, export.hashes)
 
 
 class HuggingFace(Target):

@@ -32,7 +32,7 @@ from torch.serialization import skip_data
 from titanlite.tools.formats import stock
 from titanlite.tools.formats.export import Outgoing
 from titanlite.tools.formats.full_state import FullTensor
-from titanlite.tools.formats.in_place import Region, blocks_of, fill
+from titanlite.tools.formats.in_place import NOTHING, Region, blocks_of, fill
 from titanlite.tools.formats.torch_file import DESCRIPTION, Archive, Slice, read_tree
 from titanlite.tools.torch_private import storage_info
 
@@ -46,8 +46,10 @@ class Place(NamedTuple):
     length: int
 
 
-def save_file(path: Path, tree: dict[str, Any]) -> None:
+def save_file(path: Path, tree: dict[str, Any], hashes: Mapping[Path, str] = NOTHING) -> None:
     """Writes a file as torch.save does; an Outgoing in the tree is saved as its tensor.
+
+    `hashes`: as in `blocks_of`.
 
     Raises OSError, and what reading the source raises.
     """
@@ -56,11 +58,14 @@ def save_file(path: Path, tree: dict[str, Any]) -> None:
         torch.save(_blanks(tree), file)
     laid_out, _ = read_tree(path)
     begins = {name: saved.parts[0].begin for name, saved in _leaves(laid_out, FullTensor)}
-    _fill(path, tensors, begins, [Place(0, path.stat().st_size)])
+    places = [Place(0, path.stat().st_size)]
+    _fill(path, blocks_of(tensors, hashes), begins, places)
 
 
-def save_folder(folder: Path, tensors: Mapping[str, Outgoing]) -> None:
-    """Writes a folder with one file of tensors as DCP does.
+def save_folder(
+    folder: Path, tensors: Mapping[str, Outgoing], hashes: Mapping[Path, str] = NOTHING
+) -> None:
+    """Writes a folder with one file of tensors as DCP does. `hashes`: as in `blocks_of`.
 
     Raises OSError, and what reading the source raises.
     """
@@ -78,7 +83,8 @@ def save_folder(folder: Path, tensors: Mapping[str, Outgoing]) -> None:
             with part.file.open("rb", buffering=0) as file:
                 begins[name], _ = part.locate(file)
             places.append(Place(part.begin, part.length))
-    _fill(folder / FILE, {name: tensors[name] for name in begins}, begins, places)
+    filled = {name: tensors[name] for name in begins}
+    _fill(folder / FILE, blocks_of(filled, hashes), begins, places)
 
 
 class _Writer(FileSystemWriter):
@@ -147,7 +153,10 @@ def torch_errors() -> Iterator[None]:
 
 
 def _fill(
-    path: Path, tensors: Mapping[str, Outgoing], begins: Mapping[str, int], places: Iterable[Place]
+    path: Path,
+    blocks: Iterable[tuple[str, Tensor]],
+    begins: Mapping[str, int],
+    places: Iterable[Place],
 ) -> None:
     """Writes the tensors at the bytes where they begin, sets their CRC-32, and syncs the file."""
     crcs = dict.fromkeys(begins.values(), 0)
@@ -156,8 +165,8 @@ def _fill(
         crcs[begins[name]] = zlib.crc32(data, crcs[begins[name]])
 
     with path.open("r+b", buffering=0) as file:
-        regions = {name: Region(file.fileno(), begins[name]) for name in tensors}
-        fill(regions, blocks_of(tensors), add)
+        regions = {name: Region(file.fileno(), begin) for name, begin in begins.items()}
+        fill(regions, blocks, add)
         for begin, length in places:
             archive = Slice(file, begin, length, DESCRIPTION)
             for at, crc in _crc_fields(archive, {key - begin: crcs[key] for key in crcs}):
