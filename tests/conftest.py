@@ -28,6 +28,7 @@ MARKS = {
     "distributed": "faults",
     "e2e": "faults",
     "e2e/test_batch_ramp.py": "parity",
+    "e2e/test_bits.py": "parity",
     "e2e/test_conversations.py": "parity",
     "e2e/test_gpu.py": "parity",
     "e2e/test_large.py": "parity",
