@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import write_step
-from runs import curve, train_run
+from runs import train_run
 from safetensors.torch import load_file
 
 from titanlite.checkpoint import async_save, manager, shard_file, storage
@@ -175,20 +175,6 @@ def test_one_save_at_a_time_and_the_end_waits_for_the_last(pool, arguments, tmp_
     assert len(times) == 6
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(times))
     assert list_steps(tmp_path / "debug/checkpoints") == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_saving_in_the_background_changes_no_loss_and_resumes_exactly(
-    pool, arguments, tmp_path, processes
-):
-    saving = ["--checkpoint.async_mode=async", "--checkpoint.freq=1"]
-    assert pool.run(processes, train_run, [*arguments, "--run.name=whole"]) == [0] * processes
-    first = [*arguments, *saving, "--run.name=parts", "--training.steps=6"]
-    assert pool.run(processes, train_run, [*first, "--checkpoint.keep=0"]) == [0] * processes
-    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
-    assert pool.run(processes, train_run, [*first, "--checkpoint.load_step=3"]) == [0] * processes
-    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
-    assert "training waited" in (tmp_path / "parts/log.txt").read_text()
 
 
 def train_and_ask(arguments: list[str], folder: Path) -> int:

@@ -5,9 +5,8 @@ import json
 import pytest
 from runs import curve, train_run, train_until, validation
 
-# One layout of each kind, and of each technique that nothing else runs in a whole training run.
+# Layouts that test_bits.py does not show equal to one process in every bit
 LAYOUTS = [
-    (2, []),
     (
         4,
         [
@@ -16,7 +15,6 @@ LAYOUTS = [
             "--parallel.reduce_every_microbatch=false",
         ],
     ),
-    (2, ["--parallel.cpu_offload", "--parallel.prefetch=2"]),
     (
         4,
         [
@@ -26,7 +24,6 @@ LAYOUTS = [
             "--model.num_layers=4",
         ],
     ),
-    (2, ["--parallel.reshard_after_forward=always", "--parallel.reduce_every_microbatch=false"]),
 ]
 # Slow, since tests of the room hold the same promise without a training run.
 VARIANTS = [
@@ -36,16 +33,11 @@ VARIANTS = [
     (2, ["--parallel.cp=2"]),
     (2, ["--parallel.pp=2"]),
     (4, ["--parallel.pp=2", "--parallel.tp=2"]),
-    # test_fsdp: weights and gradients on four processes, with replicas, and with weights that stay
-    # gathered
+    # test_fsdp: weights and gradients on four processes, and with replicas
     (4, []),
     (4, ["--parallel.dp_replicate=2"]),
     (4, ["--parallel.dp_replicate=4", "--parallel.dp_shard=1"]),
     (4, ["--parallel.dp_replicate=2", "--training.local_batch_size=1"]),
-    (2, ["--parallel.reshard_after_forward=never", "--training.local_batch_size=1"]),
-    # test_activation_checkpoint: gradients bit for bit
-    (2, ["--recompute.mode=full", "--recompute.every=2"]),
-    (2, ["--recompute.mode=selective"]),
     # test_compile: gradients of compiled blocks
     (2, ["--compile.enabled", "--compile.backend=aot_eager"]),
     (2, ["--compile.enabled", "--compile.backend=aot_eager", "--recompute.mode=selective"]),
@@ -53,7 +45,6 @@ VARIANTS = [
     (2, ["--parallel.cp=2", "--parallel.cp_method=ulysses"]),
     # test_pipeline_parallel: the loss of each schedule
     (2, ["--parallel.pp=2", "--parallel.pp_microbatch_size=2", "--parallel.pp_schedule=GPipe"]),
-    (2, ["--parallel.pp=2", "--parallel.pp_schedule=ZBVZeroBubble", "--model.num_layers=4"]),
 ]
 
 

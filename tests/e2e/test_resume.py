@@ -48,14 +48,10 @@ def test_sigterm_and_resume_is_bit_identical(pool, arguments, tmp_path, processe
     ],
     ids=str,
 )
-def test_resume_in_low_precision_is_bit_identical(pool, arguments, tmp_path, low):
-    options = [*arguments, *(f"--{option}" for option in low)]
-    assert pool.run(2, train_run, [*options, "--run.name=whole"]) == [0, 0]
-    run = [*options, "--run.name=stopped"]
-    assert pool.run(2, train_until, 3, run) == [75, 75]
-    assert pool.run(2, train_run, run) == [0, 0]
-    assert curve(tmp_path / "stopped") == curve(tmp_path / "whole")
-    saved = read_manifest(tmp_path / "stopped/checkpoints/step-3").tensors
+def test_low_precision_is_saved_as_it_is(pool, arguments, tmp_path, low):
+    run = [*arguments, "--training.steps=1", *(f"--{option}" for option in low)]
+    assert pool.run(1, train_run, run) == [0]
+    saved = read_manifest(tmp_path / "debug/checkpoints/step-1").tensors
     dtypes = {
         name.partition(".")[0] + name.rpartition(".")[2]: entry.dtype
         for name, entry in saved.items()
@@ -119,7 +115,6 @@ def test_precision_may_change_and_weights_of_any_begin_a_run(pool, arguments, tm
         pytest.param(2, ["cp=2"], 2, ["tp=2"], marks=pytest.mark.slow),
         pytest.param(4, [], 1, [], marks=pytest.mark.slow),
         pytest.param(4, [], 2, [], marks=pytest.mark.slow),
-        pytest.param(2, ["pp=2"], 1, [], marks=pytest.mark.slow),
     ],
 )
 def test_resume_in_another_layout(

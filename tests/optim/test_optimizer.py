@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from model_builder import small_model
-from runs import curve, train_run, train_until
 from torch import nn
 
-from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.schema import OptimizerConfig
 from titanlite.optim import low_precision, offload
 from titanlite.optim.low_precision import LowPrecisionAdamW
@@ -156,49 +154,6 @@ def test_an_update_can_be_withheld_on_the_device(weights, moments):
             )
             torch.testing.assert_close(a, b, **tolerance)
             assert float(plain.state[a]["step"]) == float(other.state[b]["step"])
-
-
-OFFLOAD = "--parallel.optimizer_offload"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "more"),
-    [
-        (1, ["--optimizer.decayed=linear"]),
-        (2, []),
-        pytest.param(
-            2, ["--parallel.tp=2", "--optimizer.state_dtype=bfloat16"], marks=pytest.mark.slow
-        ),
-        pytest.param(
-            1,
-            ["--training.compute_dtype=float16", "--training.loss_scale=16777216"],
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=str,
-)
-def test_a_run_is_the_same_bit_for_bit_also_when_resumed(
-    pool, arguments, tmp_path, processes, more
-):
-    """And if it is stopped with offloading and resumed without."""
-    run = [*arguments, *more, "--validation.freq=0"]
-    assert pool.run(processes, train_run, [*run, "--run.name=plain"]) == [0] * processes
-    assert (
-        pool.run(processes, train_run, [*run, "--run.name=offloaded", OFFLOAD]) == [0] * processes
-    )
-    assert (
-        pool.run(processes, train_until, 3, [*run, "--run.name=resumed", OFFLOAD])
-        == [75] * processes
-    )
-    assert pool.run(processes, train_run, [*run, "--run.name=resumed"]) == [0] * processes
-    manifests = [
-        read_manifest(tmp_path / name / "checkpoints/step-6")
-        for name in ("plain", "offloaded", "resumed")
-    ]
-    for name, manifest in zip(("offloaded", "resumed"), manifests[1:], strict=True):
-        assert curve(tmp_path / name) == curve(tmp_path / "plain")
-        assert manifest.tensors.keys() == manifests[0].tensors.keys()
 
 
 @pytest.mark.parametrize("state", ["float32", "bfloat16"])

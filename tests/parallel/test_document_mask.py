@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 from model_builder import EVEN, build_stages, small_model
-from runs import curve, train_run, validation
 from torch.nn.attention import flex_attention
 
 from titanlite.config.schema import CompileConfig, DataConfig
-from titanlite.data.rows import IGNORED, Batch, count_targets
-from titanlite.data.stream import TrainStream
+from titanlite.data.rows import IGNORED, Batch
 from titanlite.model import block_mask, llama
 from titanlite.parallel.context_parallel import local_positions
 
@@ -117,37 +115,3 @@ def test_another_mask_or_other_positions_are_seen():
     ):
         with pytest.raises(AssertionError, match="not close"):
             assert_documents_are_alone(model(TOKENS, **wrong).detach())
-
-
-def train_and_count(arguments: list[str]) -> list[int]:
-    """The number of targets that this rank has in each step, without those of validation."""
-    counts: list[int] = []
-    original = TrainStream.next_step
-
-    def next_step(stream: TrainStream) -> list[Batch]:
-        batches = original(stream)
-        counts.append(int(count_targets(batches)))
-        return batches
-
-    TrainStream.next_step = next_step
-    assert train_run(arguments) == 0
-    return counts
-
-
-@pytest.mark.slow
-def test_a_run_has_the_same_losses_on_two_ranks_although_steps_and_ranks_have_different_numbers_of_targets(
-    pool, arguments, tmp_path
-):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for i in range(300):
-        (folder / f"{i}.txt").write_text(f"text {i * i} " * (2 + i % 40))
-    run = [*arguments, f"--data.path={folder}", "--data.document_mask"]
-    (alone,) = pool.run(1, train_and_count, [*run, "--run.name=one"])
-    shares = pool.run(2, train_and_count, [*run, "--run.name=two"])
-    assert [sum(counts) for counts in zip(*shares, strict=True)] == alone
-    assert len(set(alone)) > 3
-    assert shares[0] != shares[1]
-    for step, values in curve(tmp_path / "one").items():
-        assert curve(tmp_path / "two")[step] == pytest.approx(values, rel=2e-5)
-    assert validation(tmp_path / "two") == pytest.approx(validation(tmp_path / "one"), rel=1e-5)

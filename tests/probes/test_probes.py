@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from messages import refused
-from runs import curve, rows, train_run, train_until
+from runs import rows, train_run, train_until
 
 from titanlite.config.schema import MetricsConfig
 from titanlite.probes.noise_scale import NoiseScale
@@ -24,7 +24,7 @@ MEASURED += ["--ema.decay=0.9"]
 
 
 @pytest.mark.slow
-def test_rows_of_a_run_and_the_same_loss(pool, arguments, whole_run, tmp_path):
+def test_rows_of_a_run(pool, arguments, tmp_path):
     assert pool.run(2, train_run, [*arguments, *MEASURED]) == [0, 0]
     found = rows(tmp_path / "debug")
     names: dict[str, list[int]] = {}
@@ -40,11 +40,6 @@ def test_rows_of_a_run_and_the_same_loss(pool, arguments, whole_run, tmp_path):
     assert list(noise) == [1, 2, 3, 4, 5, 6]
     assert noise[1] is None
     assert noise[2] == noise[3]
-    plain = whole_run("--parallel.reshard_after_forward=always")  # also with FSDP
-    for step, (loss, norm) in curve(plain).items():
-        found_loss, found_norm = curve(tmp_path / "debug")[step]
-        assert abs(found_loss - loss) < 1e-5 * loss
-        assert abs(found_norm - norm) < 1e-4 * norm
 
 
 @pytest.mark.slow
