@@ -170,7 +170,7 @@ CLASSES = {
     ),
     "float16, with overflows": Class(
         "A scale is a power of two, and an overflow withholds the whole update.",
-        f"{TWO},training.compute_dtype=float16,training.loss_scale=16777216,optimizer.decayed=linear",
+        f"{TWO},training.compute_dtype=float16,training.loss_scale=262144,optimizer.decayed=linear",
         ("", "optimizer_offload", "optimizer_offload ->"),
     ),
     "tp, with moments in bfloat16": Class(
