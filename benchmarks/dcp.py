@@ -8,9 +8,12 @@ three sync; titanlite also hashes. Arms alternate, forwards and backwards, in th
 medians are reported. Everything is written twice and the second write is measured: a virtual
 machine returns free memory to its host, and the first write has to allocate it again. Memory is the
 growth of anonymous memory to its peak during a save or load, in the process that needs more.
-2. One process makes one file with the whole state: `titanlite convert STEP model.pt`, and torch's
-dcp_to_torch_save and consolidate_safetensors_files, of the same state as their own storages saved
-it. The comparison that `convert` makes afterwards is timed apart, because torch's make none.
+2. One process makes one file with the whole state, from the state as the storage that it belongs to
+saved it: `titanlite convert STEP model.pt` beside dcp.load with torch.save, and `.safetensors`
+beside torch's consolidate_safetensors_files. torch's do not sync and ours does, so the first pair is
+measured with both synced, and with neither. titanlite verifies the hashes in each; the comparison
+that `convert` makes afterwards is timed apart, because torch's make none. `--one-file` measures
+this part alone.
 Takes ten minutes on two cores, and six times the bytes on the disk of the folder.
 """
 
@@ -36,31 +39,54 @@ NUM_WEIGHTS = 12 * 9 + 3
 WORLD = 2
 ARMS = ("titanlite", "HuggingFaceStorageWriter", "FileSystemWriter")
 CONVERT = """
-import json, sys, time
+import json, os, sys, time
 from pathlib import Path
-kind, source, target, benchmarks = sys.argv[1:]
+arm, source, target, benchmarks = sys.argv[1:]
 sys.path.insert(0, benchmarks)
 from dcp import AnonymousPeak
-if kind == "titanlite":
-    from titanlite.tools.formats.convert import Options, convert
-    work = lambda: convert(source, target, Options(full=True, verify=False), lambda text: None)
-elif kind == "titanlite, compared":
-    from titanlite.tools.formats.convert import Options, convert
-    work = lambda: convert(source, target, Options(full=True), lambda text: None)
-elif kind == "dcp_to_torch_save":
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-    work = lambda: dcp_to_torch_save(source, target)
-else:
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-    from torch.distributed.checkpoint import _consolidate_hf_safetensors as hf
+import torch, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint import _consolidate_hf_safetensors as hf
+from titanlite.tools.formats.convert import Options, convert
+
+def titanlite():
+    options = Options(full=True, verify="compared" in arm)
+    convert(source, target, options, lambda text: None)
+
+def load_and_save():
+    saved = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+    state = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in saved.items()}
+    dcp.load(state, checkpoint_id=source, no_dist=True)
+    with open(target, "xb") as file:
+        torch.save(state, file)
+        if "unsynced" not in arm:
+            os.fsync(file.fileno())
+
+def join_parts():
     Path(target).mkdir()
     names = dict.fromkeys(HuggingFaceStorageReader(source).read_metadata().state_dict_metadata, 1)
-    work = lambda: hf.consolidate_safetensors_files(source, target, names)
-started = time.monotonic()
+    hf.consolidate_safetensors_files(source, target, names)
+
+if "unsynced" in arm:
+    os.fsync = lambda descriptor: None
+work = {"titanlite": titanlite, "dcp.load": load_and_save, "consolidate": join_parts}
+torch.set_num_threads(1)  # its threads spin where another process has their core
+started, cpu = time.monotonic(), time.process_time()
 with AnonymousPeak() as peak:
-    work()
-print(json.dumps({"seconds": time.monotonic() - started, "memory": peak.extra}))
+    work[arm.split()[0]]()
+seconds, cpu = time.monotonic() - started, time.process_time() - cpu
+print(json.dumps({"seconds": seconds, "cpu": cpu, "memory": peak.extra}))
 """
+# Arm -> the storage that saved its source, and the target; torch's arm comes after ours
+ONE_FILE = {
+    "titanlite .pt": ("titanlite", "whole.pt"),
+    "titanlite .pt compared": ("titanlite", "whole.pt"),
+    "dcp.load and torch.save": ("FileSystemWriter", "whole.pt"),
+    "titanlite .pt unsynced": ("titanlite", "whole.pt"),
+    "dcp.load and torch.save unsynced": ("FileSystemWriter", "whole.pt"),
+    "titanlite .safetensors unsynced": ("titanlite", "whole.safetensors"),
+    "consolidate unsynced": ("HuggingFaceStorageWriter", "whole"),
+}
 
 
 class AnonymousPeak:
@@ -261,29 +287,48 @@ def compared(
 
 
 def whole_files(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
-    """Measures making one file with the whole state in one process, from each arm's folder."""
-    sources = {
-        "titanlite": folder / "titanlite/step-1",
-        "titanlite, compared": folder / "titanlite/step-1",
-        "dcp_to_torch_save": folder / "FileSystemWriter",
-        "consolidate_safetensors_files": folder / "HuggingFaceStorageWriter",
-    }
-    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in sources}
-    target = folder / "whole.pt"
+    """Measures making one file with the whole state in one process, from each storage's folder."""
+    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ONE_FILE}
     for number in range(rounds):
-        for kind in list(sources) if number % 2 == 0 else reversed(sources):
+        for arm in ONE_FILE if number % 2 == 0 else reversed(ONE_FILE):
+            storage, name = ONE_FILE[arm]
+            source = folder / storage / ("step-1" if storage == "titanlite" else "")
+            target = folder / name
             for _ in range(2):
                 shutil.rmtree(target, ignore_errors=True)
                 target.unlink(missing_ok=True)
-                command = [sys.executable, "-W", "ignore", "-c", CONVERT, kind]
+                command = [sys.executable, "-W", "ignore", "-c", CONVERT, arm]
                 here = str(Path(__file__).parent)
-                one = report.child([*command, str(sources[kind]), str(target), here])
-            found[kind].append(one)
-            print(kind, one, flush=True)
+                one = report.child([*command, str(source), str(target), here])
+            shutil.rmtree(target, ignore_errors=True)
+            target.unlink(missing_ok=True)
+            found[arm].append(one)
+            print(arm, one, flush=True)
     return {
-        kind: {key: statistics.median(one[key] for one in all_of) for key in all_of[0]}
-        for kind, all_of in found.items()
+        arm: {key: statistics.median(one[key] for one in all_of) for key in all_of[0]}
+        for arm, all_of in found.items()
     }
+
+
+def pairs_table(rows: dict[str, dict[str, float]], num_bytes: int) -> list[str]:
+    """Writes a table of the arms that make one file: each of ours relative to the next of torch."""
+    lines = [
+        "| one file | seconds | CPU seconds | titanlite's time / torch's | its CPU time / torch's | "
+        "its memory / state |",
+        "|---|---|---|---|---|---|",
+    ]
+    arms = list(rows)
+    for number, arm in enumerate(arms):
+        row = rows[arm]
+        ratios = ["", ""]
+        if arm.startswith("titanlite"):
+            name = next(other for other in arms[number:] if not other.startswith("titanlite"))
+            ratios = [f"{row[key] / rows[name][key]:.2f}" for key in ("seconds", "cpu")]
+        lines.append(
+            f"| {arm} | {row['seconds']:.2f} | {row['cpu']:.2f} | {ratios[0]} | {ratios[1]} | "
+            f"{row['memory'] / num_bytes:.3f} |"
+        )
+    return [*lines, ""]
 
 
 def table(rows: dict[str, dict[str, float]], num_bytes: int, first: str) -> list[str]:
@@ -310,6 +355,8 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=3.0, help="bytes of state, of both processes")
     parser.add_argument("--folder", default=None, help="a folder on the disk to measure")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--one-file", action="store_true", help="measure the second part alone")
+    parser.add_argument("--label", default="disk", help="in the result's name, with --one-file")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -321,16 +368,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         pair = Pair(folder, num_bytes)
-        results["save"] = compared(pair, (*ARMS, "plain write"), "save", options.rounds)
-        shutil.rmtree(folder / "plain write")  # nothing loads it
-        results["load"] = compared(pair, ARMS, "load", options.rounds)
+        if options.one_file:
+            for arm in ARMS:
+                pair.measure("save", arm)
+        else:
+            results["save"] = compared(pair, (*ARMS, "plain write"), "save", options.rounds)
+            shutil.rmtree(folder / "plain write")  # nothing loads it
+            results["load"] = compared(pair, ARMS, "load", options.rounds)
         pair.close()
-        results["one file"] = whole_files(folder, max(1, options.rounds // 2))
+        one_file = whole_files(folder, max(1, options.rounds // 2))
     body = [f"State of {options.gb} GB, two processes, files in the page cache for loading.", ""]
     for what, rows in results.items():
         body += table(rows, num_bytes, what)
+    body += pairs_table(one_file, num_bytes)
+    results["one file"] = one_file
     print("\n".join(body))
-    report.write("dcp", "A checkpoint beside torch's own storages", body, results)
+    name = "dcp"
+    if options.one_file:
+        name = f"one_file_{options.label}"
+    report.write(name, "A checkpoint beside torch's own storages", body, results)
 
 
 if __name__ == "__main__":
