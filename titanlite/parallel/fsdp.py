@@ -38,6 +38,11 @@ The trade-offs, as keys of [parallel]:
 * `cpu_offload` keeps the 16 N/n bytes in CPU memory, with a copy in each direction and AdamW on the
   CPU.
 
+FSDP2's `set_is_last_backward(False)` is not called for local batches before the last one. Three
+local batches of five units then gather 28 times instead of 27 (two ranks on gloo), because what it
+skips also ends a prefetch; and on a GPU the gradients after the first local batch, which the noise
+scale reads, would not be complete. What it saves on a GPU is not measured.
+
 On one rank there is nothing to shard or reduce: FSDP would only copy weights and gradients. It is
 not applied there, unless `cpu_offload` or `reshard_after_forward` is set. The casts to
 `compute_dtype` are then those of `mixed_precision.py`.

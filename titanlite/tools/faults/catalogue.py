@@ -29,9 +29,29 @@ FAULTS = (
     *RUN_FAULTS,
 )
 # Proof -> the faults that it finds, as its test shows. `values`: what a fault's `check` compares;
-# `types`: tests/parallel/test_types.py
+# `bits`: tests/e2e/test_bits.py; `types`: tests/parallel/test_types.py
 FOUND_BY = {
     "values": frozenset(fault.name for fault in FAULTS),
+    "bits": frozenset(
+        {
+            "accumulation-lost",
+            "adapters-of-rank-0",
+            "balance-per-rank",
+            "clip-by-local-norm",
+            "clip-per-stage",
+            "data-begins-again",
+            "data-counted-by-rank",
+            "divided-by-microbatches",
+            "gradients-averaged",
+            "microbatch-means",
+            "moments-lost",
+            "muon-of-shards",
+            "rank-means",
+            "replicas-in-norm",
+            "replicas-not-reduced",
+            "weights-by-rank",
+        }
+    ),
     "types": frozenset(
         {
             "adapter-gradient",
