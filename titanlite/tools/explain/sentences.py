@@ -341,8 +341,10 @@ def _of_tp(event: Event, before: Sequence[Event]) -> tuple[str, str, str]:
 def _of_cp(event: Event) -> tuple[str, str, str]:
     place = event.place
     module = place.module.rpartition(".")[0] or place.module
-    ulysses = line_of(CONTEXT_PARALLEL, "return DTensor.from_local(x, mesh, [source])")
-    gathered = line_of(CONTEXT_PARALLEL, "gathered = DTensor.from_local(both, mesh, [Shard(3)])")
+    ulysses = line_of(CONTEXT_PARALLEL, "return sharded.redistribute(placements=[target])")
+    gathered = line_of(
+        CONTEXT_PARALLEL, "gathered = sharded.redistribute("
+    )
     backward = place.phase == "backward" and not place.recomputed
     again = ", computed again for the backward" if place.recomputed else ""
     if place.line.startswith(ulysses) or (backward and event.kind != "reduce_scatter"):

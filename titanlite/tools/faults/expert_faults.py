@@ -22,6 +22,7 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.model import moe
 from titanlite.model.moe import Experts, MixtureOfExperts, multiply
 from titanlite.parallel import expert_parallel
+from titanlite.parallel.expert_parallel import OnLocalWeight
 from titanlite.parallel.stages import Stages
 from titanlite.tools.faults.fault import Fault, replaced
 
@@ -82,17 +83,25 @@ def balance_without_tp() -> AbstractContextManager[None]:
 
 
 def router_gradient_not_reduced() -> AbstractContextManager[None]:
-    def route(router: Any, x: Tensor) -> Tensor:
-        return F.linear(x, router.weight.to_local())  # without grad_placements=[Partial()]
+    original = OnLocalWeight.forward
 
-    return replaced(expert_parallel, "route_local", route)
+    def forward(self: Any, x: Tensor, *ends: Tensor) -> Tensor:
+        if self.product is not F.linear:
+            return original(self, x, *ends)
+        return F.linear(x, self.weight.to_local())  # without grad_placements=[Partial()]
+
+    return replaced(OnLocalWeight, "forward", forward)
 
 
 def expert_gradient_not_reduced() -> AbstractContextManager[None]:
-    def multiply_local(linear: Any, rows: Tensor, ends: Tensor) -> Tensor:
-        return multiply(rows, linear.weight.to_local(), ends)  # without grad_placements
+    original = OnLocalWeight.forward
 
-    return replaced(expert_parallel, "multiply_local", multiply_local)
+    def forward(self: Any, x: Tensor, *ends: Tensor) -> Tensor:
+        if self.product is F.linear:
+            return original(self, x, *ends)
+        return multiply(x, self.weight.to_local(), *ends)  # without grad_placements
+
+    return replaced(OnLocalWeight, "forward", forward)
 
 
 def experts_not_reduced_over_replicas() -> AbstractContextManager[None]:

@@ -170,7 +170,7 @@ def _fill(
         for begin, length in places:
             archive = Slice(file, begin, length, DESCRIPTION)
             for at, crc in _crc_fields(archive, {key - begin: crcs[key] for key in crcs}):
-                os.pwrite(file.fileno(), crc.to_bytes(4, "little"), begin + at)
+                Region(file.fileno(), begin + at).append(memoryview(crc.to_bytes(4, "little")))
         os.fsync(file.fileno())
 
 
