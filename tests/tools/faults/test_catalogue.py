@@ -12,7 +12,7 @@ import pytest
 from docs.fault_tables import PAGE, description, summary
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.faults import fault as fault_module
-from titanlite.tools.faults.catalogue import FAULTS, find_fault
+from titanlite.tools.faults.catalogue import FAULTS, FOUND_BY, find_fault
 from titanlite.tools.faults.experiment import Measured, Outcome
 from titanlite.tools.faults.fault import CHECKS, Fault
 from titanlite.tools.faults.quiz import run_fault
@@ -61,7 +61,8 @@ def test_the_page_has_each_fault_with_its_prediction():
     assert len(rows) == len(FAULTS)
     assert f"<!-- faults of all -->\n{summary(text)}<!-- end of all -->\n" in text
     readme = (ROOT / "README.md").read_text()
-    assert f"[{len(FAULTS)} planted faults](docs/faults.md)" in readme
+    assert f"[{len(FAULTS)} planted](docs/faults.md)" in readme
+    assert ", ".join(f"{proof} find {len(names)}" for proof, names in FOUND_BY.items()) in readme
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():
