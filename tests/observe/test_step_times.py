@@ -140,7 +140,7 @@ def delayed_run(arguments: list[str], delays: dict[int, dict[str, float]]) -> in
         "backward": (torch.Tensor, "backward"),
     }
     places |= {"optimizer": (Schedule, "set_lr"), "validation": (Stages, "evaluate")}
-    places |= {"checkpoint": (Checkpointer, "state")}
+    places |= {"checkpoint": (Checkpointer, "files")}
     for phase, seconds in delays.get(dist.get_rank(), {}).items():
         sleep_before(*places[phase], seconds)
     return train_run(arguments)
