@@ -342,9 +342,7 @@ def _of_cp(event: Event) -> tuple[str, str, str]:
     place = event.place
     module = place.module.rpartition(".")[0] or place.module
     ulysses = line_of(CONTEXT_PARALLEL, "return sharded.redistribute(placements=[target])")
-    gathered = line_of(
-        CONTEXT_PARALLEL, "gathered = sharded.redistribute("
-    )
+    gathered = line_of(CONTEXT_PARALLEL, "gathered = sharded.redistribute(")
     backward = place.phase == "backward" and not place.recomputed
     again = ", computed again for the backward" if place.recomputed else ""
     if place.line.startswith(ulysses) or (backward and event.kind != "reduce_scatter"):
