@@ -37,7 +37,7 @@ def largest_difference(degrees: dict[str, int], order: str, mode: str) -> float:
         if technique == "pp":
             (model,) = split_into_stages(model, ParallelConfig(pp=2), mesh["pp"])
         elif technique == "tp":
-            apply_tp(model, mesh["tp"], async_tp=False, compiled=True)
+            apply_tp(model, mesh["tp"], async_tp=False)
         elif technique == "fsdp":
             apply_fsdp(model, ParallelConfig(), mesh, torch.float32, torch.float32)
         elif technique == "ac":

@@ -104,7 +104,7 @@ def parallelize(model: Llama, config: Config, mesh: Mesh, compiled: bool) -> Non
     if loss_chunks(config, model.config.vocab_size, mesh.degrees) > 1:
         defer_output(model)
     if mesh["tp"].size() > 1:
-        apply_tp(model, mesh["tp"], parallel.async_tp, compiled)
+        apply_tp(model, mesh["tp"], parallel.async_tp)
     if model.config.num_experts:
         apply_ep(model, mesh)
     # After tp, which makes new parameters

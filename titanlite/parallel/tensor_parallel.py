@@ -154,7 +154,7 @@ def ends_plan(model: Llama) -> dict[str, ParallelStyle]:
     return plan
 
 
-def apply_tp(model: Llama, mesh: DeviceMesh, async_tp: bool, compiled: bool) -> None:
+def apply_tp(model: Llama, mesh: DeviceMesh, async_tp: bool) -> None:
     """Shards a part of the model over the tp axis."""
     parallelize_module(model, mesh, ends_plan(model))
     for block in model.layers.values():
@@ -165,7 +165,7 @@ def apply_tp(model: Llama, mesh: DeviceMesh, async_tp: bool, compiled: bool) -> 
                 layer.shard(mesh, by_rows)
                 plan[name] = around_adapter(by_rows)
         parallelize_module(block, mesh, plan)
-    if compiled and isinstance(model.tok_embeddings, nn.Embedding):
+    if isinstance(model.tok_embeddings, nn.Embedding):
         # The embedding's reduce-scatter is still in flight here, and a compiled block that receives
         # such a tensor computes a wrong gradient for the embedding (torch 2.13); a copy waits for
         # it.
@@ -176,7 +176,7 @@ def apply_tp(model: Llama, mesh: DeviceMesh, async_tp: bool, compiled: bool) -> 
             for name, weight in end.named_parameters():
                 setattr(end, name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
     # torch 2.13 warns that an output which is a view must not be changed in place; the logits are
-    # not. It warns in a forward, whose time a filter of its own would add to: so for the process
+    # not.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     if async_tp:
         _prepare_async_tp(mesh)
