@@ -139,7 +139,7 @@ def test_it_trains_from_an_empty_folder(wheel, tmp_path, text_file):
     run = folder / "outputs/debug"
     assert [row["step"] for row in rows(run)] == [1, 2]
     assert (run / "checkpoints/step-2/manifest.json").exists()
-    assert "titanlite train outputs/debug/config.toml --training.steps=4" in output
+    assert "titanlite train outputs/debug --training.steps=4" in output
     assert "run_train.sh" not in output
     assert 'flavor = "cpu_25m"' in command(
         "-m", "titanlite", "train", "cpu_25m", "--print-config", cwd=folder, **installed

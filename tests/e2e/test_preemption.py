@@ -13,6 +13,7 @@ import signal
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,6 +84,15 @@ def test_a_run_that_is_stopped_again_and_again_is_the_run(pool, arguments, tmp_p
     assert curve(tmp_path / "whole") == last
 
 
+def as_parts(state: dict) -> dict:
+    """Stateful objects that have this state."""
+
+    def part(values: dict) -> SimpleNamespace:
+        return SimpleNamespace(state_dict=lambda: values, load_state_dict=values.update)
+
+    return {name: part(values) for name, values in state.items()}
+
+
 def big_state(rank: int) -> dict:
     return {"model": {f"weight.{rank}": torch.ones(500_000)}}
 
@@ -101,7 +111,7 @@ def save_into(folder: Path, limit: int, mode: str) -> list[str]:
             write_step(folder, step, state, {}, RunMetadata({}, {}, ""), failure)
 
         try:
-            saver.save(lambda: big_state(dist.get_rank()), write)
+            saver.save(as_parts(big_state(dist.get_rank())), write)
             saver.wait_for_staging()
             saver.wait()
             outcomes.append("saved")
@@ -152,7 +162,7 @@ def save_a_hundred_times(folder: Path) -> int:
             write_step(folder, step, state, {}, RunMetadata({}, {}, ""), failure)
 
         state = {"model": {f"weight.{dist.get_rank()}": torch.full((1000,), float(step))}}
-        saver.save(lambda state=state: state, write)
+        saver.save(as_parts(state), write)
         dist.all_reduce(torch.ones(1000))  # training's own messages meanwhile
         saver.wait_for_staging()
     saver.wait()

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,16 @@ from titanlite.tools.faults.experiment import SMALL
 from titanlite.tools.faults.expert_faults import MIXTURE
 from titanlite.tools.verify.ladder import ladder, make_case
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("spmd_types") is None,
-    reason="spmd_types is not installed: pip install spmd_types==0.3.1",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("spmd_types") is None,
+        reason="spmd_types is not installed: pip install spmd_types==0.3.1",
+    ),
+    pytest.mark.skipif(
+        version("torch").startswith("2.11"),
+        reason="the pretended group of torch 2.11 leaves the sizes of an exchange uninitialised",
+    ),
+]
 
 PROGRAM = Path(__file__).parents[1] / "support/typed_step.py"
 LAYOUTS = [
