@@ -160,7 +160,7 @@ class Pipeline:
         self.indices = stage_indices(mesh.get_local_rank(), mesh.size(), len(stages), schedule)
         self.last = mesh.size() * len(stages) - 1  # the index of the last stage of all ranks
         self.loss = loss
-        # Of the batch that runs
+        # The loss and the number of targets of the batch that is computed now
         self.current_loss = loss
         self.num_targets = torch.ones((), device=device)
 

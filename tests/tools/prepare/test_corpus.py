@@ -103,7 +103,8 @@ def make_corpus(clone: Path) -> subprocess.CompletedProcess[str]:
     ]
     environment = os.environ | OFFLINE
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment.pop("PYTHONPATH", None)
+    for name in ("PYTHONPATH", "PYTHONSAFEPATH"):  # the tests of commands set the second
+        environment.pop(name, None)
     return subprocess.run(
         ["bash", "-c", command], cwd=clone, env=environment, capture_output=True, text=True
     )
