@@ -17,7 +17,6 @@ steps, in this order.
 Letters in shapes: B sequences of a local batch, S tokens of a sequence.
 """
 
-import functools
 import logging
 import os
 import signal
@@ -33,7 +32,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from titanlite.bridge.tools import (
     adopt_model,
-    compare_with_plan,
     frozen_fingerprint,
     load_initial_weights,
     prepared_folders,
@@ -68,7 +66,6 @@ from titanlite.model.flavors import resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.observe.logging import log_to_file, setup_logging
 from titanlite.observe.metrics import Metrics, Progress
-from titanlite.observe.plan_check import PlanCheck
 from titanlite.observe.profile import Profiler
 from titanlite.observe.start_and_end import log_end, log_start
 from titanlite.observe.validation import Validator
@@ -165,7 +162,6 @@ def main(config: Config) -> int:
     metrics = Metrics(config, llama, folder, device, progress, columns)
     # With metrics.rank_waits, wraps torch's functions that wait for other ranks
     time_waits(metrics.step_times, device)
-    plan_check = PlanCheck(functools.partial(compare_with_plan, config, llama, device))
     probes = Probes(config.metrics, stages, noise_scale, metrics)
     validator = Validator(config.validation, data, stream, stages.evaluate, mesh, metrics)
     sampler = Sampler(
@@ -219,8 +215,7 @@ def main(config: Config) -> int:
                 if outcome.finite:  # a finite loss proves the last save
                     checkpoint.prove(outcome.loss)
             if logs:
-                row = metrics.log(loss, grad_norm, num_targets, lr, stream)
-                plan_check.compare(row)  # with the plan's prediction, after a minute
+                metrics.log(loss, grad_norm, num_targets, lr, stream)
             if agreed.trouble:
                 checkpoint.raise_failure()  # if a save has failed
             if validates or saves:

@@ -140,7 +140,7 @@ def profile_of(subject: Any, batches: list[Any]) -> str:
     with profile(record_shapes=True) as trace:
         for batch in batches[:2]:
             subject.step(*batch)
-    return summary(trace, 2)
+    return summary(trace)
 
 
 def child(arguments: list[str], steps: int, profiled: bool) -> dict[str, Any]:

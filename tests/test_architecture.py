@@ -204,10 +204,7 @@ SETS_ATTRIBUTES = {
         "moe.probabilities",
     },
     "titanlite/parallel/compile.py": {"torch.compiler.config.recompile_limit"},
-    "titanlite/parallel/expert_parallel.py": {
-        "ctx.sizes",
-        "experts.forward",
-    },
+    "titanlite/parallel/expert_parallel.py": {"ctx.sizes"},
     "titanlite/parallel/context_parallel.py": {
         "model.document_mask",
         "model.positions",

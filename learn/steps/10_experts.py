@@ -144,6 +144,6 @@ if __name__ == "__main__":
 
 # With torch, and in titanlite:
 #   Exchange, compute_elsewhere  torch.distributed.nn.functional.all_to_all_single
-#                      titanlite/parallel/expert_parallel.py: AllToAll, compute_elsewhere
+#                      titanlite/parallel/expert_parallel.py: AllToAll, DividedExperts
 #   Mixture            torch.nn.functional.grouped_mm for the loop over experts
 #                      titanlite/model/moe.py: Experts, MixtureOfExperts

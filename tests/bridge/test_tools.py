@@ -6,7 +6,6 @@ import dataclasses
 import logging
 
 import pytest
-import torch
 from messages import refused
 
 from titanlite.bridge import tools
@@ -54,8 +53,6 @@ def test_what_a_run_needs_is_an_error_that_says_so(tmp_path):
 @pytest.mark.usefixtures("_without_tools")
 def test_what_only_adds_to_a_run_is_left_out(tmp_path, caplog):
     config = Config(training=TrainingConfig(steps=3), checkpoint=CheckpointConfig(export="hf"))
-    llama = resolve_flavor(config.model, 4112)
-    assert tools.compare_with_plan(config, llama, torch.device("cpu"), {}) == ""
     tools.write_report(tmp_path)
     with caplog.at_level(logging.WARNING, "titanlite"):
         tools.write_export(config, tmp_path, step=3)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
-import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from runs import curve, train_run
-from torch.autograd import DeviceType
 
 from titanlite.data.stream import TrainStream
 from titanlite.distributed import signals
-from titanlite.observe.profile import collectives, covered, length, parse_ranks, without
+from titanlite.observe.profile import parse_ranks
 from titanlite.runtime.errors import ConfigError
 
 STEPS = ["--profiling.warmup_steps=1", "--profiling.active_steps=1"]
@@ -44,11 +41,7 @@ def test_traces_are_written_for_each_rank(pool, arguments, tmp_path):
     with gzip.open(tmp_path / "debug/traces/step-3-rank-0.json.gz") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert "aten::mm" in names
-    table, others = (tmp_path / "debug/traces/step-3-rank-0.txt").read_text().split("\n\n")
-    assert "aten::mm" in table
-    assert "gloo:" in others
-    whole, exposed = others.splitlines()[-1].split()[:2]
-    assert 0 < float(exposed) <= float(whole)
+    assert "aten::mm" in (tmp_path / "debug/traces/step-3-rank-0.txt").read_text()
 
 
 def run_and_ask(arguments: list[str], folder: Path, step: int) -> int:
@@ -123,8 +116,8 @@ def test_a_recording_counts_its_own_steps_and_a_second_request_gets_an_answer(
     assert text.count("recording steps 4 to 7 on ranks 0") == 1
     assert text.count("a recording is in progress") == 1
     text = (tmp_path / "debug/traces/step-6-rank-0.txt").read_text()
-    (calls,) = [line.split()[2] for line in text.splitlines() if line.endswith("gloo:all_reduce")]
-    assert float(calls) == int(float(calls)) > 0
+    (steps,) = [line.split()[-1] for line in text.splitlines() if "ProfilerStep*" in line]
+    assert steps == "3"
 
 
 def test_ranks():
@@ -141,59 +134,3 @@ def test_a_wrong_rank_is_reported_before_the_first_step(pool, arguments, tmp_pat
     ):
         pool.run(2, train_run, [*arguments, "--profiling.ranks=2"])
     assert not (tmp_path / "debug/metrics.jsonl").exists()
-
-
-def event(
-    name: str, start: float, end: float, device: DeviceType = DeviceType.CUDA, children: tuple = ()
-):
-    times = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
-    label = name.startswith("FSDP::")
-    return SimpleNamespace(
-        name=name,
-        device_type=device,
-        time_range=times,
-        cpu_children=list(children),
-        is_user_annotation=label,
-    )
-
-
-def test_kernels_of_a_gpu_hide_communication():
-    """10 ms of matmul; an all-gather of 8 ms, of which 3 before it; all in two steps."""
-    events = [
-        event("matmul", 3000, 8000),
-        event("matmul", 8000, 13000),
-        event("ncclDevKernel_AllGather", 0, 8000),
-        event("aten::mm", 0, 20, DeviceType.CPU),  # the host's launch is not the device's work
-    ]
-    collective, whole = collectives(events, steps=2).splitlines()[1:]
-    assert collective.split() == ["4.000", "1.500", "0.5", "ncclDevKernel_AllGather"]
-    assert whole.split() == ["4.000", "1.500", "all,", "counted", "once"]
-
-
-def test_on_a_cpu_operators_count_without_those_that_they_call():
-    """And without labels, and what launches a collective."""
-    inner = event("aten::mm", 1000, 3000, DeviceType.CPU)
-    outer = event("aten::linear", 0, 4000, DeviceType.CPU, (inner,))
-    label = event("FSDP::forward", 0, 9000, DeviceType.CPU)
-    launch = event("c10d::allreduce_", 1900, 9000, DeviceType.CPU)
-    gloo = event("gloo:all_reduce", 2000, 6000, DeviceType.CPU)
-    _, row, whole = collectives([outer, inner, label, launch, gloo], steps=1).splitlines()
-    assert row.split() == ["4.000", "2.000", "1.0", "gloo:all_reduce"]
-    assert whole.split()[:2] == ["4.000", "2.000"]
-
-
-def test_a_recording_without_collectives():
-    assert "counted once" in collectives([], 1)
-
-
-def test_differences_of_intervals_are_those_of_their_points():
-    draw = random.Random(0)
-    for _ in range(200):
-        sets = [
-            [(a, a + draw.randrange(6)) for a in draw.choices(range(30), k=draw.randrange(8))]
-            for _ in range(2)
-        ]
-        points = [{p for start, end in intervals for p in range(start, end)} for intervals in sets]
-        unions = [covered(intervals) for intervals in sets]
-        assert [length(union) for union in unions] == [len(found) for found in points]
-        assert length(without(*unions)) == len(points[0] - points[1])

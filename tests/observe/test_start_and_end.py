@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
 import sys
@@ -15,8 +14,6 @@ from messages import assert_mentions
 from runs import train_run, train_until
 
 import train
-from titanlite.observe import plan_check
-from titanlite.observe.plan_check import PlanCheck
 from titanlite.parallel import step
 from titanlite.runtime import interpreter, shell_command
 from titanlite.runtime.shell_command import titanlite_command
@@ -110,33 +107,3 @@ def test_the_command_of_the_next_step_works_in_any_folder(tmp_path, monkeypatch)
     assert titanlite_command(tmp_path) == expected
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     assert titanlite_command(clone) == "titanlite"
-
-
-@pytest.fixture
-def build(monkeypatch, caplog):
-    """A function from a rank and a line to a `PlanCheck` with that comparison."""
-    caplog.set_level(logging.INFO, logger="titanlite")
-
-    def check(rank: int, line: str) -> PlanCheck:
-        monkeypatch.setattr(plan_check.dist, "get_rank", lambda: rank)
-        return PlanCheck(lambda row: f"{line} {row['tps']}" if line else "")
-
-    return check
-
-
-def run(check: PlanCheck) -> None:
-    for seconds in (10.0, 69.0, 71.0, 3600.0):
-        check.compare({"tps": seconds, "seconds": seconds})
-
-
-def test_a_run_is_compared_once_a_minute_after_its_first_row(build, caplog):
-    run(build(0, "plan:"))
-    (record,) = caplog.records
-    assert record.event == "plan"
-    assert record.message == "plan: 71.0"
-
-
-@pytest.mark.parametrize(("rank", "line"), [(0, ""), (1, "plan:")])
-def test_nothing_is_said_without_a_plan_and_on_other_ranks(build, caplog, rank, line):
-    run(build(rank, line))
-    assert not caplog.records

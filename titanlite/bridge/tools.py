@@ -1,12 +1,11 @@
 """The functions of `tools/` that a run uses, and what it does without that folder.
 
 What it is: one function for each use. Preparing text, weights in other formats and adapters need
-the tools: without them, such a run is refused with an error. The comparison with the plan, the
-report and the export only add to a run: without the tools they are left out.
+the tools: without them, such a run is refused with an error. The report and the export only add to
+a run: without the tools they are left out.
 Why it is here: `tools/` can be deleted, and `train.py` still trains, resumes and validates prepared
 data. `find` is the only place where the core imports from it.
-What it costs: nothing before it is used; a plain run loads nothing of `tools/` until its first step
-is done.
+What it costs: nothing before it is used.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint.state import ModelState, every_name
@@ -30,7 +27,6 @@ from titanlite.distributed.agreement import PATIENT, broadcast, broadcast_from_r
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 from titanlite.parallel.lora import is_frozen
-from titanlite.runtime.device import device_name
 from titanlite.runtime.errors import LAUNCHED, ConfigError
 from titanlite.tokenizer.tokenizer import Tokenizer
 
@@ -105,21 +101,6 @@ def load_initial_weights(
         state = ModelState(model_parts, is_frozen if adapted else every_name)
         weights = require("formats.load_weights", "checkpoint.initial_load")
         weights.load_weights(config.checkpoint, state, llama, tokenizer)
-
-
-def compare_with_plan(
-    config: Config, llama: LlamaConfig, device: torch.device, row: dict[str, Any]
-) -> str:
-    """Writes memory and speed as `titanlite plan` predicts them beside those of a logged row.
-
-    Returns "" for a device that is not in the plan's table, and if the batch size changes.
-    """
-    if config.training.batch_ramp:
-        return ""
-    check = find("plan.check")
-    if check is None:
-        return ""
-    return str(check.comparison(config, llama, dist.get_world_size(), device_name(device), row))
 
 
 def write_report(folder: Path) -> None:

@@ -153,8 +153,8 @@ class Metrics:
 
     def log(
         self, loss: Tensor, grad_norm: Tensor, num_targets: Tensor, lr: float, stream: TrainStream
-    ) -> dict[str, Any]:
-        """Logs the current step and returns its row. `loss` is the loss over all ranks.
+    ) -> None:
+        """Logs the current step. `loss` is the loss over all ranks.
 
         It reads from the device, so the host waits.
         """
@@ -197,7 +197,6 @@ class Metrics:
         remaining_steps = self.num_steps - progress.step
         eta = self.eta.remaining(time.monotonic(), self._steps, remaining_steps)
         logger.info(step_line(self._position(), row, eta))
-        return row
 
     def _warn_of_empty_steps(self, empty_steps: int) -> None:
         """Warns when the first step without targets has been read, and after the last step."""

@@ -6,18 +6,11 @@ Each writes into `traces/`, with N the last recorded step:
 
     step-N-rank-R.json.gz            the trace, for https://ui.perfetto.dev or chrome://tracing
     step-N-rank-R.txt                PyTorch's table of the operators and kernels that took most
-                                     time, and communication that was not hidden
+                                     time
     step-N-rank-R.collectives.json   the last collectives, where torch's flight recorder keeps them
     step-N-rank-R.memory.pickle      on CUDA, with `profiling.memory`: every allocation, for torch's
                                      memory viewer
 
-Communication is not hidden while a collective is in progress and the device (on a CPU: the
-computing threads of this process) does nothing else. Its time is the length of the union of the
-collectives' intervals minus the union of all computing intervals.
-On CUDA the intervals are those of kernels. On a CPU they are those of gloo's collectives and of
-torch's operators; an operator's interval excludes the operators that it calls. Operators that only
-launch or await a collective are left out, as are labels (`record_function`) and the autograd
-engine, in which hooks may wait.
 What it costs: nothing between recordings; a recorded step is slower, and a trace has megabytes per
 step.
 """
@@ -25,14 +18,10 @@ step.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from titanlite.config.schema import ProfilingConfig
@@ -47,10 +36,7 @@ from titanlite.runtime.phases import Phase, mark_phase
 
 logger = logging.getLogger("titanlite")
 
-Interval = tuple[float, float]
 ROWS = 25  # of PyTorch's table
-COLLECTIVES = ("nccl", "gloo:")  # first letters of kernels' and operators' names
-LEFT_OUT = ("c10d::", "_c10d_functional::", "autograd::engine::", "ProfilerStep")
 
 
 class Profiler:
@@ -130,9 +116,7 @@ class Profiler:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(f"{stem}.json.gz")
-            Path(f"{stem}.txt").write_text(
-                summary(trace, self.config.active_steps - self._remaining)
-            )
+            Path(f"{stem}.txt").write_text(summary(trace))
             Path(f"{stem}.collectives.json").write_text(flight_recorder())
             if self.memory:
                 dump_memory_history(f"{stem}.memory.pickle")
@@ -156,103 +140,7 @@ def parse_ranks(text: str, world_size: int) -> set[int]:
     return {int(word) for word in words}
 
 
-def summary(trace: profile, steps: int) -> str:
-    """Writes PyTorch's table, and the collectives of a recording of `steps` steps."""
-    events = list(trace.events())
-    order = "self_cpu_time_total"
-    if kernels_among(events):
-        order = "self_device_time_total"
-    table = trace.key_averages().table(sort_by=order, row_limit=ROWS)
-    return f"{table}\n{collectives(events, steps)}"
-
-
-def kernels_among(events: Iterable[FunctionEvent]) -> list[FunctionEvent]:
-    """Selects the kernels of a CUDA device; there are none on a CPU."""
-    return [
-        event
-        for event in events
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-    ]
-
-
-def collectives(events: list[FunctionEvent], steps: int) -> str:
-    """Lists the collectives by their time, and the part of it that computation does not hide.
-
-    Times are per step, in milliseconds.
-    """
-    kernels = kernels_among(events)
-    computing: list[Interval] = []
-    communicating: list[Interval] = []
-    times: dict[str, list[Interval]] = defaultdict(list)
-    calls: dict[str, int] = defaultdict(int)
-    for event in kernels or events:
-        intervals = [interval(event)]
-        if not kernels:
-            intervals = own_intervals(event)
-        if is_collective(event.name):  # gloo's are annotations
-            communicating += intervals
-            times[event.name] += intervals
-            calls[event.name] += 1
-        elif not event.is_user_annotation and not event.name.startswith(LEFT_OUT):
-            computing += intervals
-    busy = covered(computing)
-    steps = max(1, steps)
-
-    def line(intervals: list[Interval], num_calls: str, name: str) -> str:
-        union = covered(intervals)
-        milliseconds = length(union) / 1e3 / steps
-        not_hidden = length(without(union, busy)) / 1e3 / steps
-        return f"{milliseconds:10.3f}  {not_hidden:10.3f}  {num_calls:>10}  {name[:100]}"
-
-    lines = [f"{'ms/step':>10}  {'not hidden':>10}  {'calls/step':>10}  collective"]
-    for name in sorted(times, key=lambda name: -length(times[name])):
-        lines.append(line(times[name], f"{calls[name] / steps:.1f}", name))
-    lines.append(line(communicating, "", "all, counted once"))
-    return "\n".join(lines) + "\n"
-
-
-def is_collective(name: str) -> bool:
-    return name.lower().startswith(COLLECTIVES)
-
-
-def interval(event: FunctionEvent) -> Interval:
-    return event.time_range.start, event.time_range.end
-
-
-def own_intervals(event: FunctionEvent) -> list[Interval]:
-    """Returns the interval of an operator minus those of the operators that it calls."""
-    return without([interval(event)], covered([interval(child) for child in event.cpu_children]))
-
-
-def covered(intervals: list[Interval]) -> list[Interval]:
-    """Computes the union of intervals: sorted, and without overlaps."""
-    union: list[Interval] = []
-    for start, end in sorted(intervals):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(union[-1][1], end))
-        else:
-            union.append((start, end))
-    return union
-
-
-def without(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
-    """Subtracts `others` from `intervals`; both must be unions, as `covered` returns them."""
-    remaining: list[Interval] = []
-    first = 0  # index of the first of `others` that ends after the present interval begins
-    for start, end in intervals:
-        while first < len(others) and others[first][1] <= start:
-            first += 1
-        i = first
-        while i < len(others) and others[i][0] < end:
-            other_start, other_end = others[i]
-            if other_start > start:
-                remaining.append((start, other_start))
-            start = max(start, other_end)
-            i += 1
-        if start < end:
-            remaining.append((start, end))
-    return remaining
-
-
-def length(intervals: list[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
+def summary(trace: profile) -> str:
+    """Writes PyTorch's table: sums over the recorded steps."""
+    order = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    return trace.key_averages().table(sort_by=order, row_limit=ROWS)

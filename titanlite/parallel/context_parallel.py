@@ -167,8 +167,9 @@ class UlyssesAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
         """Computes attention with shapes as in `AllGatherAttention`."""
-        # (B, H/cp or K/cp, S, Dh)
-        q, k, v = (self.exchange(x, SEQUENCE_SHARD, HEAD_SHARD) for x in (q, k, v))
+        q = self.exchange(q, SEQUENCE_SHARD, HEAD_SHARD)  # (B, H/cp, S, Dh)
+        k = self.exchange(k, SEQUENCE_SHARD, HEAD_SHARD)  # (B, K/cp, S, Dh)
+        v = self.exchange(v, SEQUENCE_SHARD, HEAD_SHARD)
         out = attention(q, k, v, mask, causal=mask is None)
         return self.exchange(out, HEAD_SHARD, SEQUENCE_SHARD)  # (B, H, S/cp, Dh)
 

@@ -31,7 +31,6 @@ more memory; the others wait.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -56,7 +55,8 @@ if TYPE_CHECKING:
     from titanlite.model.llama import Llama
 
 
-# Rows that go to and come from each rank (2, ep), and the sum of the first -> the same as lists
+# Rows that go to and come from each rank (2, ep), and the sum of the first -> the same as lists.
+# Another one than `read_sizes` is needed if tensors have no numbers, as in a planned step
 Reader: TypeAlias = Callable[[Tensor, int], tuple[list[int], list[int]]]
 
 
@@ -74,7 +74,6 @@ def apply_ep(model: Llama, mesh: Mesh) -> None:
     for block in model.layers.values():
         moe = block.feed_forward
         assert isinstance(moe, MixtureOfExperts)
-        experts: nn.Module = moe.experts
         if mesh["tp"].size() > 1:
             router = OnLocalWeight(moe.router, mesh["tp"], [Replicate()], F.linear)
             moe.set_submodule("router", router)
@@ -83,7 +82,7 @@ def apply_ep(model: Llama, mesh: Mesh) -> None:
                 local = OnLocalWeight(linear, mesh[axes], placements, multiply)
                 moe.experts.set_submodule(name, local)
         if mesh.ep > 1:
-            experts.forward = functools.partial(compute_elsewhere, moe.experts, mesh["ep"])
+            moe.set_submodule("experts", DividedExperts(moe.experts, mesh["ep"]))
 
 
 class OnLocalWeight(nn.Module):
@@ -119,31 +118,41 @@ def read_sizes(sizes: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
     return sent_to, got_from
 
 
-def compute_elsewhere(
-    experts: Experts, mesh: DeviceMesh, rows: Tensor, counts: Tensor, read: Reader = read_sizes
-) -> Tensor:
-    """Computes rows (R, D), sorted by expert, on the ranks that hold their experts.
+class DividedExperts(Experts):
+    """The experts of a block, of which this rank holds E/ep."""
 
-    counts (E,): this rank's rows for each expert. Returns (R, D) in the order of `rows`. `read`:
-    another one than `read_sizes` if tensors have no numbers, as in a planned step.
-    """
-    ep = mesh.size()
-    group = mesh.get_group()
-    local = len(counts) // ep  # experts per rank
-    received = torch.empty_like(counts)  # (ep * E/ep): from each rank, rows for each expert here
-    dist.all_to_all_single(received, counts.contiguous(), group=group)
-    both = torch.stack((counts, received)).unflatten(1, (ep, local)).sum(dim=2)  # (2, ep)
-    sent_to, got_from = read(both, len(rows))
+    def __init__(self, experts: Experts, mesh: DeviceMesh) -> None:
+        """Takes over the layers of `experts`; `mesh`: the ep axis."""
+        nn.Module.__init__(self)
+        for name, layer in experts.named_children():
+            self.add_module(name, layer)
+        self.mesh = mesh
+        self.read_sizes: Reader = read_sizes
 
-    arrived = AllToAll.apply(rows, sent_to, got_from, group)  # sorted by rank, then by expert
-    numbers = torch.arange(local, device=rows.device).repeat(ep)  # the expert of each run of rows
-    experts_of_rows = numbers.repeat_interleave(received, output_size=len(arrived))
-    order = experts_of_rows.argsort(stable=True)  # by expert, then by rank
-    own_counts = received.unflatten(0, (ep, local)).sum(dim=0)  # (E/ep,)
-    outputs = Experts.forward(experts, arrived.index_select(0, order), own_counts)
-    outputs = restore_order(outputs, order)  # by rank, then by expert
-    returned: Tensor = AllToAll.apply(outputs, got_from, sent_to, group)
-    return returned
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Computes rows (R, D), sorted by expert, on the ranks that hold their experts.
+
+        counts (E,): this rank's rows for each expert. Returns (R, D) in the order of `rows`.
+        """
+        ep = self.mesh.size()
+        group = self.mesh.get_group()
+        local = len(counts) // ep  # experts per rank
+        # (ep * E/ep): from each rank, rows for each expert here
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts.contiguous(), group=group)
+        both = torch.stack((counts, received)).unflatten(1, (ep, local)).sum(dim=2)  # (2, ep)
+        sent_to, got_from = self.read_sizes(both, len(rows))
+
+        arrived = AllToAll.apply(rows, sent_to, got_from, group)  # sorted by rank, then by expert
+        # (ep * E/ep): the expert of each run of rows
+        numbers = torch.arange(local, device=rows.device).repeat(ep)
+        experts_of_rows = numbers.repeat_interleave(received, output_size=len(arrived))
+        order = experts_of_rows.argsort(stable=True)  # by expert, then by rank
+        own_counts = received.unflatten(0, (ep, local)).sum(dim=0)  # (E/ep,)
+        outputs = super().forward(arrived.index_select(0, order), own_counts)
+        outputs = restore_order(outputs, order)  # by rank, then by expert
+        returned: Tensor = AllToAll.apply(outputs, got_from, sent_to, group)
+        return returned
 
 
 class AllToAll(torch.autograd.Function):

@@ -168,15 +168,16 @@ def apply_tp(model: Llama, mesh: DeviceMesh, async_tp: bool) -> None:
     if isinstance(model.tok_embeddings, nn.Embedding):
         # The embedding's reduce-scatter is still in flight here, and a compiled block that receives
         # such a tensor computes a wrong gradient for the embedding (torch 2.13); a copy waits for
-        # it.
+        # it. Eager blocks get it too, and so keep a plain tensor, as `titanlite plan` counts.
         model.tok_embeddings.register_forward_hook(lambda module, args, output: output.clone())
     # torch has no style for a module that only holds a weight; it is cut by vocabulary too
     for end in (model.tok_embeddings, model.output):
         if isinstance(end, WeightHolder):
             for name, weight in end.named_parameters():
                 setattr(end, name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
-    # torch 2.13 warns that an output which is a view must not be changed in place; the logits are
-    # not.
+    # torch 2.13 warns that an output which is a view must not be changed in place. `to_local` makes
+    # the logits one, and nothing changes them. Python has filters of a process only; this one names
+    # the message.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     if async_tp:
         _prepare_async_tp(mesh)

@@ -36,7 +36,7 @@ LOOP_LINES = {
     "balance": (STEP, "parts.balance.finish_step()"),
     "agreement": ("train.py", "agreed = requests.agree("),
     "loss": ("train.py", "loss = mesh.sum_losses(loss)"),
-    "metrics": ("train.py", "row = metrics.log("),
+    "metrics": ("train.py", "metrics.log("),
 }
 # The three all-reduces of a loss over a divided vocabulary, in their order
 LOSS = (

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +35,7 @@ from titanlite.distributed.dtensor import local_part
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
+from titanlite.parallel.expert_parallel import DividedExperts
 from titanlite.parallel.parallelize import assign_shard, split_and_parallelize
 from titanlite.parallel.stage_split import stage_indices, stage_modules
 from titanlite.parallel.step import StepParts, Unmeasured, build_step_parts, optimizer_step
@@ -197,7 +197,8 @@ def build_parts(config: Config, llama: LlamaConfig, mesh: Mesh, pretended: bool)
         for part in parts:
             for block in part.layers.values():
                 experts = block.get_submodule("feed_forward.experts")
-                experts.forward = functools.partial(experts.forward, read=equal_sizes)
+                assert isinstance(experts, DividedExperts)
+                experts.read_sizes = equal_sizes
     return parts
 
 
