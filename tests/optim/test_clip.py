@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,7 +127,7 @@ def clipped(parallel: dict[str, int], llama: Any) -> dict[str, torch.Tensor]:
     ("llama", "parallel"),
     [
         (SMALL, {"dp_shard": 3}),
-        (EVEN, {"dp_shard": 2, "tp": 2}),
+        (replace(EVEN, qkv_bias=True), {"dp_shard": 2, "tp": 2}),
         (EVEN, {"pp": 2, "cp": 2}),
         pytest.param(EVEN, {"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.slow),
     ],
