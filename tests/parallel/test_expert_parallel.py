@@ -81,6 +81,8 @@ def test_what_cannot_be_divided_is_said_in_one_sentence():
     assert_mentions(message(2, "parallel.ep=2", "model.num_experts=0"), "a dense model")
     assert_mentions(message(1, "float8.enabled"), "float8.enabled", "model.num_experts = 8")
     assert_mentions(message(1, "lora.rank=4", "lora.targets=w1"), "allowed: wq, wk, wv, wo")
+    dropped = message(1, "lora.rank=4", "lora.dropout=0.1", "recompute.mode=selective")
+    assert_mentions(dropped, "lora.dropout = 0.1", "recompute.mode = full or none")
     frozen = message(1, "training.frozen=layers.0.*")
     assert_mentions(frozen, "loss.router_aux_loss = 0.01", "training.frozen")
 
