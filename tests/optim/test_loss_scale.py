@@ -259,7 +259,8 @@ def diverge(arguments: list[str]) -> str:
 
 def test_a_gradient_that_no_scale_makes_finite_ends_the_run(pool, arguments):
     (message,) = pool.run(1, diverge, [*arguments, *SHORT, "--training.loss_scale=4"])
-    assert message.startswith("step 3: the gradient norm is nan"), "after those with scale 4 and 2"
+    assert message.startswith("step 3: "), "after those with scale 4 and 2"
+    assert "the gradient norm is nan" in message
 
 
 @pytest.mark.parametrize(

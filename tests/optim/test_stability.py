@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titanlite.config.schema import StabilityConfig, TrainingConfig
+from titanlite.optim.found_inf import withhold
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.stability import Guard, Pending, Verdict, robust_z
 from titanlite.runtime.errors import ConfigError
@@ -306,7 +307,9 @@ def test_without_a_setting_it_judges_nothing_and_has_no_state(alone):
     guard.load_state_dict({})
     outcome = guard.read(1, torch.tensor(NAN), torch.tensor(math.inf))
     assert (outcome.diverged, outcome.finite) == (True, False)
-    assert outcome.description == "step 1: the gradient norm is inf"
+    assert outcome.description == "step 1: the loss is nan, the gradient norm is inf"
+    assert guard.read(1, torch.tensor(math.inf), torch.tensor(1.0)).diverged
+    assert not guard.read(1, torch.tensor(NAN), torch.tensor(0.0)).diverged, "no targets"
     assert not guard.read(1, torch.tensor(3.0), torch.tensor(1.0)).diverged
 
 
@@ -345,3 +348,15 @@ def test_the_figures_of_the_documentation(noise, threshold, most):
         found = set(withheld(make_guard(threshold=threshold, action="skip"), losses, norms))
         assert set(planted.tolist()) <= found
         assert len(found) - 10 <= most
+
+
+@pytest.mark.parametrize("groups", [[[], [1.0]], [[]]], ids=["muon has all but one", "none"])
+def test_an_update_is_withheld_whatever_the_first_group_holds(groups):
+    """A pipeline stage may train nothing, and with Muon AdamW may have nothing in its first."""
+    parameters = [[torch.nn.Parameter(torch.tensor(value)) for value in group] for group in groups]
+    optimizer = torch.optim.AdamW([{"params": group} for group in parameters], fused=True)
+    for parameter in parameters[-1]:
+        parameter.grad = torch.ones(())
+    withhold(optimizer, torch.tensor(True))
+    optimizer.step()
+    assert all(parameter.item() == 1 for group in parameters for parameter in group)

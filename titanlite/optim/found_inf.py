@@ -18,10 +18,12 @@ from titanlite.runtime.errors import ConfigError
 
 def withhold(optimizer: torch.optim.Optimizer, flag: Tensor) -> None:
     """Withholds the next update if the scalar `flag` is true."""
-    parameter = optimizer.param_groups[0]["params"][0]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not parameters:  # of this pipeline stage none is trained
+        return
     # The optimizer copies the flag to the parameters' device too, but does not wait: a CPU would
     # read it before it has arrived.
-    set_found_inf(optimizer, flag.float().to(parameter.device))
+    set_found_inf(optimizer, flag.float().to(parameters[0].device))
 
 
 def found_inf_of(optimizer: torch.optim.Optimizer) -> Tensor | None:

@@ -106,15 +106,17 @@ class Outcome(NamedTuple):
         """Whether the run must act: roll back or end."""
         if self.acts_on is not None:
             return True
-        harmless = math.isfinite(self.grad_norm) or self.overflowed or self.withholds
-        return not harmless
+        if self.overflowed or self.withholds:
+            return False
+        # A step without targets has no loss (NaN) and a gradient of 0
+        return math.isinf(self.loss) or not math.isfinite(self.grad_norm)
 
     @property
     def description(self) -> str:
         """Describes the bad step."""
         if self.acts_on is not None:
             return str(self.acts_on)
-        return f"step {self.step}: the gradient norm is {self.grad_norm}"
+        return f"step {self.step}: the loss is {self.loss}, the gradient norm is {self.grad_norm}"
 
 
 class Pending(NamedTuple):
@@ -168,7 +170,7 @@ class Guard:
         self._latest: Verdict | None = None
         self._acts_on: Verdict | None = None
 
-    def count_rollbacks(self, count: int) -> None:
+    def set_rollbacks(self, count: int) -> None:
         """Sets the number of rollbacks of the run so far, for the metrics."""
         self.rollbacks = count
 
@@ -217,7 +219,8 @@ class Guard:
         entered = self.counts[0]
         loss_finite, norm_finite = measured.isfinite()
         finite = loss_finite & norm_finite & ~empty
-        broken = ~(loss_finite & (norm_finite | overflow) | empty)
+        acceptable = loss_finite & (norm_finite | overflow)
+        broken = ~(acceptable | empty)
         z = torch.full_like(measured, math.nan)
         spike = torch.zeros_like(finite)
         if self.config.threshold and step > self.config.warmup_steps:
