@@ -170,7 +170,6 @@ SETS_ATTRIBUTES = {
     "titanlite/distributed/torch_private.py": {
         "info.buffer",
         "Stage._inference_mode",
-        "cpp_extension.TORCH_LIB_PATH",
         "functorch.activation_memory_budget",
         "functorch.unsafe_treat_script_objects_as_zero_size",
     },

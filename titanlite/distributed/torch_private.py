@@ -223,35 +223,6 @@ def find_vector_instructions() -> None:
     pick_vec_isa()
 
 
-def inductor_cache_folder() -> str:
-    """Returns the folder of inductor's compiled code. Checked: 2.13. The module is not public."""
-    # Imports inductor, which only a compiled run needs
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return str(cache_dir())
-
-
-def torch_library_folder() -> str:
-    """Returns the folder of torch's libraries, for inductor's code for CPUs. Checked: 2.13.
-
-    Not private, but documented nowhere.
-    """
-    from torch.utils import cpp_extension  # imports setuptools, which only a compiled run needs
-
-    return str(cpp_extension.TORCH_LIB_PATH)
-
-
-def link_inductor_with(folder: str) -> None:
-    """Makes inductor link its code for CPUs with the libraries in this folder. Checked: 2.13.
-
-    Inductor passes the folder to the compiler without quoting it (`CppBuilder`, `-L{lib_dir}`), and
-    has no option for it. It reads this variable for each command line.
-    """
-    from torch.utils import cpp_extension  # imports setuptools, which only a compiled run needs
-
-    cpp_extension.TORCH_LIB_PATH = folder
-
-
 @functools.cache
 def pipeline_stage_class() -> type[PipelineStage]:
     """Defines a `PipelineStage` that works in every schedule, unpickles no messages of others, and

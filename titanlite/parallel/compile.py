@@ -14,13 +14,12 @@ still the default there from width 256 on, since such runs are long.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import os
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,10 +32,7 @@ from titanlite.distributed.torch_private import (
     OVERLAP_TENSOR_PARALLEL,
     find_vector_instructions,
     has_triton_package,
-    inductor_cache_folder,
-    link_inductor_with,
     set_activation_memory_budget,
-    torch_library_folder,
 )
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.moe import multiply
@@ -84,7 +80,7 @@ def missing_for_inductor(device_type: str) -> str:
     if done.returncode:
         return f"{program} finds no Python.h (Debian and Ubuntu: apt install python3-dev)"
     if device_type == "cpu":
-        problem = make_paths_plain(program)
+        problem = path_problem(program)
         if problem:
             return problem
     os.environ.update(interpreter.environment())  # inductor starts `python -c` processes
@@ -93,39 +89,24 @@ def missing_for_inductor(device_type: str) -> str:
     return ""
 
 
-def make_paths_plain(program: str) -> str:
-    """Prepares for inductor's command lines, which contain some paths without quotes.
+def path_problem(program: str) -> str:
+    """Describes a path that inductor writes into the compiler's command line without quoting it,
+    and that is not one word there; empty if all are.
 
-    torch is often in a path with a space, as in a clone in "My Projects": then inductor gets the
-    path of a link in its cache folder. Describes what is wrong if another path is not plain;
-    empty if inductor can compile. Triton needs none of this: it starts the compiler without a
-    command line.
+    Triton needs none of this: it starts the compiler without a command line.
     """
-    cache = inductor_cache_folder()
-    libraries = torch_library_folder()
-    others = {
+    paths = {
         "the compiler": program,
-        "inductor's cache folder (TORCHINDUCTOR_CACHE_DIR, or TMPDIR)": cache,
+        "torch": str(Path(torch.__file__).parent),
+        "inductor's cache folder (TORCHINDUCTOR_CACHE_DIR, or TMPDIR)": os.environ.get(
+            "TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir()
+        ),
         "Python's library folder": sysconfig.get_config_var("LIBDIR") or "",
     }
-    for name, path in others.items():
-        if not is_plain(path):
+    for name, path in paths.items():
+        if set(path) & set(" \t\r\n'\"\\"):
             return f"{name} is {path!r}, and torch.compile cannot use a path with spaces or quotes"
-    if not is_plain(libraries):
-        name = hashlib.sha256(libraries.encode()).hexdigest()[:16]
-        link = Path(cache, f"torch-lib-{name}")
-        link.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):  # from an earlier run, or another rank
-            link.symlink_to(libraries)
-        if os.readlink(link) != libraries:
-            return f"{link} is not a link to {libraries}"
-        link_inductor_with(str(link))
     return ""
-
-
-def is_plain(path: str) -> bool:
-    """Whether the path is one word of a command line without being quoted."""
-    return not set(path) & set(" \t\r\n'\"\\")
 
 
 def missing_compiler(config: Config, device_type: str) -> str:
