@@ -217,7 +217,7 @@ def main(config: Config) -> int:
             if logs:
                 metrics.log(loss, grad_norm, num_targets, lr, stream)
             if agreed.trouble:
-                checkpoint.raise_failure()  # if a save has failed
+                checkpoint.close()  # raises the error of a save that has failed
             if validates or saves:
                 with metrics.paused():
                     held_out_loss = None

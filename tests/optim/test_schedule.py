@@ -102,7 +102,8 @@ def test_extremes_of_the_schedule():
 
 
 def test_schedule_sets_the_rate_of_a_step():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=9.0)
+    group = {"params": [nn.Parameter(torch.zeros(1))], "peak_lr": 2.0}
+    optimizer = torch.optim.SGD([group], lr=9.0)
     config = ScheduleConfig(warmup_steps=4, name="linear", min_ratio=0.0)
     schedule = Schedule(optimizer, config, 2.0, 10)
     for step, lr in ((1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0), (10, 0.0), (2, 1.0)):

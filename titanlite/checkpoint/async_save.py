@@ -29,7 +29,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -193,8 +193,8 @@ class Staging:
         event after which the state is valid. Raises RuntimeError if a tensor is not contiguous, or
         if there is no memory.
         """
-        moving: list[Future[None]] = []
         copies: State = {}
+        pairs: list[tuple[Tensor, Tensor]] = []  # of bytes, to read and to write
         for part, values in state.items():
             copies[part] = {}
             for name, value in values.items():
@@ -203,14 +203,16 @@ class Staging:
                     continue
                 copy = self._memory(f"{part}.{name}", value)
                 copies[part][name] = copy
-                source = _bytes(value)
-                target = _bytes(copy)
-                if not _on_gpu(value):
-                    # numpy, because torch would start a second OpenMP team for this thread
-                    np.copyto(target.numpy(), source.numpy())
-                    continue
-                for piece, place in zip(source.split(PIECE), target.split(PIECE), strict=True):
-                    moving.append(self._threads.submit(self._move, piece, place, ready))
+                pairs.append((_bytes(value), _bytes(copy)))
+        moving: list[Future[None]] = []
+        for source, target in pairs:
+            if not _on_gpu(source):
+                # numpy, because torch would start a second OpenMP team for this thread
+                np.copyto(target.numpy(), source.numpy())
+                continue
+            for piece, place in zip(source.split(PIECE), target.split(PIECE), strict=True):
+                moving.append(self._threads.submit(self._move, piece, place, ready))
+        wait(moving)  # all, also if one fails: after this the state may change
         for future in moving:
             future.result()
         return copies

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from titanlite.checkpoint.folders import RECORD, list_steps, step_folder
 from titanlite.checkpoint.retention import set_aside
-from titanlite.data.excluded import Range
+from titanlite.data.excluded import Range, as_ranges
 from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.optim.stability import Verdict
 from titanlite.runtime.documents import read_json
@@ -96,7 +95,7 @@ def read_record(folder: Path) -> Record:
 
 def excluded_before(run_folder: Path) -> list[Range]:
     """Returns the samples that earlier rollbacks excluded; all ranks call it together."""
-    return _as_ranges(broadcast_from_rank0(lambda: read_record(run_folder).excluded))
+    return as_ranges(broadcast_from_rank0(lambda: read_record(run_folder).excluded))
 
 
 def begin_rollback(
@@ -123,12 +122,7 @@ def begin_rollback(
         return Rollback(record.excluded, "")
 
     excluded, problem = broadcast_from_rank0(begin)
-    return Rollback(_as_ranges(excluded), problem)
-
-
-def _as_ranges(pairs: Sequence[Sequence[int]]) -> list[Range]:
-    """Restores ranges from JSON, in which a tuple is a list."""
-    return [(first, end) for first, end in pairs]
+    return Rollback(as_ranges(excluded), problem)
 
 
 def step_back(run_folder: Path, suspect: Suspect) -> str:

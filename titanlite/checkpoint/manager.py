@@ -102,14 +102,7 @@ class Checkpointer:
         or all are unusable.
         """
         mark_phase(Phase.LOAD)
-        if self.config.load == "never":
-            self._require_unused()
-        if dist.get_rank() == 0:
-            sweep(self.folder)
-        # A run whose checkpoints were all renamed must not begin again in the same folder either
-        saved = broadcast_from_rank0(
-            lambda: bool(list_steps(self.folder)) or any(self.folder.glob("step-*.*"))
-        )
+        saved = broadcast_from_rank0(self._has_saved)
         self._exclude_rolled_back(divergence.excluded_before(self.run_folder))
         if saved or self.config.load_step:
             self._resume()
@@ -120,13 +113,18 @@ class Checkpointer:
         logger.info("no checkpoint in %s: starting with %s", self.folder, weights)
         return False
 
-    def _require_unused(self) -> None:
-        for path in (self.folder, self.run_folder / "metrics.jsonl"):
-            if path.exists():
-                raise ConfigError(
-                    f"checkpoint.load = never, but {path} exists; choose another run.name or "
-                    "delete the run's folder"
-                )
+    def _has_saved(self) -> bool:
+        """Whether the run has checkpoints. Raises ConfigError if it must not."""
+        if self.config.load == "never":
+            for path in (self.folder, self.run_folder / "metrics.jsonl"):
+                if path.exists():
+                    raise ConfigError(
+                        f"checkpoint.load = never, but {path} exists; choose another run.name or "
+                        "delete the run's folder"
+                    )
+        sweep(self.folder)
+        # A run whose checkpoints were all renamed must not begin again in the same folder either
+        return bool(list_steps(self.folder)) or any(self.folder.glob("step-*.*"))
 
     def _resume(self) -> None:
         resumed = resume(self.folder, self.config, self.facts, self.states, self.retention)
@@ -145,7 +143,7 @@ class Checkpointer:
 
     def _exclude_rolled_back(self, rollbacks: list[Range]) -> None:
         self.exclude_samples(rollbacks)
-        self.guard.count_rollbacks(len(rollbacks))
+        self.guard.set_rollbacks(len(rollbacks))
 
     def files(self) -> dict[str, bytes]:
         """Returns the small files of a checkpoint: name -> content."""
@@ -173,9 +171,7 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether an asynchronous save has failed on this process; `raise_failure` raises
-        its error.
-        """
+        """Whether an asynchronous save has failed on this process; `close` raises its error."""
         return self.saver.failed
 
     def due(self, step: int, requested: bool) -> bool:
@@ -304,12 +300,6 @@ class Checkpointer:
             f"in this epoch ({count})",
             extra={"event": "rollback", "step": verdict.step},
         )
-
-    def raise_failure(self) -> None:
-        """Waits for the save in progress; raises SaveError if it has failed. All ranks call it
-        together.
-        """
-        self.close()
 
     def close(self) -> None:
         """Waits for the save in progress, on all ranks.

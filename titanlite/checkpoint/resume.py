@@ -36,7 +36,7 @@ from titanlite.checkpoint.storage import StepReader, loading
 from titanlite.config.batch_sizes import first_sample, samples_after
 from titanlite.config.keys import ACCEPTABLE, schema_keys
 from titanlite.config.schema import CheckpointConfig, PhaseConfig, TrainingConfig
-from titanlite.data.excluded import Range
+from titanlite.data.excluded import Range, as_ranges
 from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.distributed.process_group import checkpoint_group
 from titanlite.model.flavors import LlamaConfig
@@ -98,7 +98,7 @@ def resume(
         )
     for part in missing.values():
         part.reset()  # after a rollback it has a state of this run
-    excluded = broadcast_from_rank0(lambda: read_excluded(path, manifest))
+    excluded = as_ranges(broadcast_from_rank0(lambda: read_excluded(path, manifest)))
 
     loaded = time.monotonic()
     logger.info(
@@ -111,7 +111,7 @@ def resume(
         logger.info("changed since the checkpoint: %s", ", ".join(changed))
     set_aside_later(folder, manifest.step)
     broadcast_from_rank0(lambda: retention.go_back(manifest.step))
-    return Resumed(manifest.step, [(first, end) for first, end in excluded])
+    return Resumed(manifest.step, excluded)
 
 
 def missing_parts(manifest: Manifest, parts: Mapping[str, Stateful]) -> dict[str, OptionalStateful]:
@@ -131,7 +131,7 @@ def read_excluded(folder: Path, manifest: Manifest) -> list[Range]:
     try:
         ranges = typed(list[SampleRange], parse_json(read_file(folder, manifest, EXCLUDED)))
         if all(first < end for first, end in ranges):
-            return [(first, end) for first, end in ranges]
+            return as_ranges(ranges)
     except ConfigError:
         raise
     except ValueError:

@@ -130,8 +130,8 @@ class StepWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Runs on rank 0: creates the temporary folder, and sends its name and the number of files
-        to each rank.
+        """Runs on rank 0: creates the temporary folder, and sends each rank its name and the number
+        in the names of the rank's files.
         """
         temporary = folders.begin(self.final)
         numbered = []

@@ -16,6 +16,11 @@ from collections.abc import Sequence
 Range = tuple[int, int]  # first sample number, and the one after the last
 
 
+def as_ranges(pairs: Sequence[Sequence[int]]) -> list[Range]:
+    """Restores ranges from JSON, in which a tuple is a list."""
+    return [(first, end) for first, end in pairs]
+
+
 def merge_ranges(ranges: Sequence[Range]) -> list[Range]:
     """Merges ranges, which may overlap, into ascending and disjoint ones."""
     merged: list[Range] = []

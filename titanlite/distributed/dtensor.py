@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite.distributed.torch_private import foreach_norm
@@ -32,6 +32,16 @@ def local_gradient(parameter: Tensor) -> Tensor:
     """Returns the local tensor of a parameter's gradient, which must exist."""
     assert parameter.grad is not None
     return local_part(parameter.grad)
+
+
+def with_gradients(parts: Iterable[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    """Lists the parameters that have a gradient, each with it."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for part in parts:
+        for parameter in part.parameters():
+            if parameter.grad is not None:
+                pairs.append((parameter, parameter.grad))
+    return pairs
 
 
 def num_holders(parameter: Tensor) -> int:

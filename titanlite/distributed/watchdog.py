@@ -99,7 +99,8 @@ class Watchdog:
         self._on_host = self.computes_on_host
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.marked = self.own = Heartbeat(self.rank, socket.gethostname(), os.getpid())
+        self.own = Heartbeat(self.rank, socket.gethostname(), os.getpid())
+        self.marked = self.own
         self._first_step = 0
         self._clock = 0.0  # seconds this process has run
         self._since = 0.0  # when it last made progress

@@ -104,17 +104,13 @@ class Metrics:
         self.step_times = StepTimes(self.config, device)
         self.eta = Eta()
         self.file = LineFile(folder / "metrics.jsonl")
-        broadcast_from_rank0(self._drop_later_lines)
+        last_step = progress.step or -1  # at step 0, keep no line
+        broadcast_from_rank0(lambda: drop_later_lines(folder, last_step))
         self._steps = 0  # of this process
         # Those without targets, on the device
         self._empty_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._empty_steps_said = 0
         self.start()
-
-    def _drop_later_lines(self) -> None:
-        if self.file.path.exists():
-            last_step = self.progress.step or -1  # at step 0, keep no line
-            drop_later_lines(self.file.path.parent, last_step)
 
     def start(self) -> None:
         """Starts the timing of the next steps."""

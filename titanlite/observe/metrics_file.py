@@ -22,7 +22,7 @@ RUN_ID = "sinks_id"
 
 
 def drop_later_lines(folder: Path, step: int) -> None:
-    """Removes lines after `step` from a run's metrics.jsonl and, if it has one, samples.jsonl.
+    """Removes lines after `step` from a run's metrics.jsonl and samples.jsonl, if it has them.
 
     A `step` below 0 means that the run begins again: it also removes the run's id in W&B and MLflow
     and its evaluations.
@@ -30,9 +30,9 @@ def drop_later_lines(folder: Path, step: int) -> None:
     if step < 0:
         for name in (RUN_ID, EVALUATIONS):
             (folder / name).unlink(missing_ok=True)
-    truncate_after(folder / "metrics.jsonl", step)
-    if (folder / SAMPLES).exists():
-        truncate_after(folder / SAMPLES, step)
+    for name in ("metrics.jsonl", SAMPLES):
+        if (folder / name).exists():
+            truncate_after(folder / name, step)
 
 
 def truncate_after(path: Path, step: int) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.distributed.agreement import is_alone
-from titanlite.distributed.dtensor import local_gradient, sum_of_squares
+from titanlite.distributed.dtensor import local_gradient, sum_of_squares, with_gradients
 from titanlite.distributed.torch_private import foreach_mul_
 from titanlite.model.llama import Llama
 from titanlite.optim.agc import clip_units
@@ -45,14 +45,8 @@ def clip_gradients(
     not 0, clip by `agc.py` with this factor instead of by `max_norm`.
     """
     mark_phase(Phase.UPDATE)
-    parameters = []
-    pairs = []
-    for part in parts:
-        for parameter in part.parameters():
-            if parameter.grad is not None:
-                parameters.append(parameter)
-                pairs.append((parameter, parameter.grad))
-    total = sum_of_squares(pairs, shared_params, device)
+    gradients = with_gradients(parts)
+    total = sum_of_squares(gradients, shared_params, device)
     if not is_alone():
         dist.all_reduce(total)
     norm = total.sqrt().float()
@@ -60,6 +54,7 @@ def clip_gradients(
         clip_units(parts, agc_factor)
     elif max_norm > 0:
         # 1e-6, as in torch's clip_grad_norm_, avoids a division by 0
+        parameters = [parameter for parameter, _ in gradients]
         scale_gradients(parameters, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 

@@ -44,8 +44,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from titanlite.config.schema import OptimizerConfig
 from titanlite.distributed.dtensor import local_gradient, local_part

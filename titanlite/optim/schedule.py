@@ -59,8 +59,8 @@ class Schedule:
         self.total_steps = total_steps
 
     def set_lr(self, step: int) -> float:
-        """Sets the rates of step 1, 2, ...; returns the rate of groups without a `peak_lr`."""
+        """Sets the rates of step 1, 2, ...; returns that of `peak_lr`."""
         factor = lr_factor(self.config, step, self.total_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = factor * group.get("peak_lr", self.peak_lr)
+            group["lr"] = factor * group["peak_lr"]
         return factor * self.peak_lr

@@ -34,7 +34,7 @@ from titanlite.config.schema import MetricsConfig
 from titanlite.data.rows import Batch, count_targets
 from titanlite.data.to_device import to_device
 from titanlite.distributed.agreement import is_alone
-from titanlite.distributed.dtensor import sum_of_squares
+from titanlite.distributed.dtensor import sum_of_squares, with_gradients
 from titanlite.observe.metrics import Progress
 from titanlite.optim.loss_scale import LossScale
 from titanlite.parallel.stages import Stages
@@ -80,7 +80,7 @@ class NoiseScale:
         return self.freq > 0 and self.progress.step % self.freq == 0 and num_batches > 1
 
     def before_step(self, batches: list[Batch]) -> None:
-        """Counts the small batch's targets before the forward, which may cut the batch in place."""
+        """Counts the small batch's targets."""
         if self._measures(len(batches)):
             targets = to_device(count_targets(batches[:1]), self.device)
             self._small_targets = self.stages.mesh.sum_counts(targets)
@@ -127,12 +127,8 @@ class NoiseScale:
 
     def _square(self) -> Tensor:
         """Computes this rank's part of the square of the accumulated gradient."""
-        pairs = []
-        for part in self.stages.model_parts:
-            for parameter in part.parameters():
-                if parameter.grad is not None:
-                    pairs.append((parameter, parameter.grad))
-        return sum_of_squares(pairs, self.stages.shared_params, self.device)
+        gradients = with_gradients(self.stages.model_parts)
+        return sum_of_squares(gradients, self.stages.shared_params, self.device)
 
     def columns(self) -> dict[str, Any]:
         """Returns the column of a logged step, in tokens; None before there is an estimate."""
