@@ -95,7 +95,7 @@ def _axes_within_units(parameter: Tensor) -> list[Axis]:
     within = parameter.ndim - 1
     axes = []
     for i, placement in enumerate(parameter.placements):
-        # Not `is_shard`: it is false for a shard by FSDP of a shard by tp, which has another class
+        # `is_shard` is false for a shard by FSDP of a shard by tp (pytorch#167887)
         if mesh.size(i) > 1 and getattr(placement, "dim", None) == within:
             axes.append((mesh.get_group(i), mesh.device_type))
     return axes
