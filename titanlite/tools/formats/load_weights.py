@@ -150,15 +150,14 @@ def _compare_tokenizers(path: Path, saved: bytes | None, tokenizer: bytes) -> No
 
 
 def _fill_same_model(full: FullState, state: dict[str, Any], model: LlamaConfig) -> None:
-    """Fills `state` from a checkpoint of this model. Raises ConfigError if it is of another one."""
+    """Fills `state` from a checkpoint of this model.
+
+    Raises ConfigError if it is not finite or of another model.
+    """
     if full.about.model is None and model.tied_embeddings:
         drop_tied_output(full)
     require_same_model(full.path, full.about.model, full.tensors, model)
-    names = fill(full, state)
-    if names:
-        raise ConfigError(
-            [f"{full.path}: {name!r} holds NaN or infinity; expected numbers" for name in names[:3]]
-        )
+    fill(full, state)
 
 
 def tokenizer_of(full: FullState, path: str = "") -> Tokenizer:
@@ -183,7 +182,7 @@ def tokenizer_of(full: FullState, path: str = "") -> Tokenizer:
 def load_model(full: FullState, device: torch.device, seq_len: int) -> Llama:
     """The model of a checkpoint, for sequences of up to `seq_len` tokens.
 
-    Raises CorruptCheckpoint or ConfigError.
+    Raises CorruptCheckpoint or ConfigError, also if the weights are not finite.
     """
     model = meta_model(full, seq_len)
     model.to_empty(device=device)
@@ -202,12 +201,11 @@ def meta_model(full: FullState, seq_len: int) -> Llama:
         return Llama(full.model, seq_len)
 
 
-def fill(full: FullState, state: dict[str, Any]) -> list[str]:
+def fill(full: FullState, state: dict[str, Any]) -> None:
     """Fills `state` (parameter name -> Tensor or DTensor) in place, converting dtypes.
 
-    Returns the names of tensors with NaN or infinity in the rows that this process has read. Raises
-    ConfigError with everything that does not fit, before anything is filled; CorruptCheckpoint if a
-    file is incomplete.
+    Raises ConfigError with everything that does not fit, before anything is filled, and for NaN or
+    infinity in the rows that this process reads; CorruptCheckpoint if a file is incomplete.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     problems = mismatches(full.path, full.tensors, shapes)
@@ -219,7 +217,13 @@ def fill(full: FullState, state: dict[str, Any]) -> list[str]:
     for part in LocalParts().of(state):
         if not _read_rows(full.tensors[part.name], part):
             nonfinite.append(part.name)
-    return nonfinite
+    if nonfinite:
+        raise ConfigError(
+            [
+                f"{full.path}: {name!r} holds NaN or infinity; expected numbers"
+                for name in nonfinite[:3]
+            ]
+        )
 
 
 def _read_rows(source: FullTensor, part: Part) -> bool:
