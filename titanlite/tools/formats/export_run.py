@@ -31,7 +31,6 @@ NAMES = (  # of the files in an export's folder
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    "README.md",
     "adapter_config.json",
     "adapter_model.safetensors",
 )

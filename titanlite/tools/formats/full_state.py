@@ -200,7 +200,6 @@ class About:
     data: str = ""  # fingerprint of the prepared data
     files: dict[str, bytes] = field(default_factory=dict)  # small files of a step folder
     averaged: bool = False  # whether the weights are the average of those of the run
-    torch: str = ""  # the release that saved it
 
 
 @contextlib.contextmanager

@@ -83,7 +83,6 @@ def open_step(path: Path, step: int | None) -> FullState:
         manifest.config,
         manifest.data,
         small_files,
-        torch=manifest.torch,
     )
     return FullState(folder, about, model, others)
 

@@ -44,7 +44,6 @@ from titanlite.tools.formats.detect_format import open_adapter, open_full_state
 from titanlite.tools.formats.export import Export, Options, Outgoing, text, zeros
 from titanlite.tools.formats.full_state import ORIGIN, FullState
 from titanlite.tools.formats.huggingface_tokenizer import files_of, to_files
-from titanlite.tools.formats.model_card import CARD, model_card
 from titanlite.tools.formats.output_path import write_small_files
 from titanlite.tools.formats.safetensors_files import write_file, write_folder
 from titanlite.tools.formats.same_model import tensor_problems
@@ -292,8 +291,6 @@ class HuggingFace(Target):
         files["config.json"] = _json(config)
         if TEMPLATE_FILE in state.about.files:
             files[TEMPLATE_FILE] = state.about.files[TEMPLATE_FILE]
-        family = huggingface_config.family_of(state.model)
-        files[CARD] = model_card(state, family, length)
         write_small_files(path, files)
 
 
