@@ -1,6 +1,8 @@
-"""Combinations of dtypes and devices' memory that are refused, and what the message names."""
+"""Combinations of settings that are refused, and what the message names."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 from messages import refused
@@ -60,3 +62,20 @@ def test_the_state_of_muon_is_not_offloaded():
         "optimizer.name = muon",
         "expected optimizer.name",
     )
+
+
+@pytest.mark.parametrize(
+    ("form", "model", "words"),
+    [
+        ("peft", {}, ["checkpoint.export = peft", "lora.rank > 0"]),
+        (
+            "hf",
+            {"qkv_bias": True, "qk_norm": True},
+            ["checkpoint.export = hf", "transformers has no such model"],
+        ),
+    ],
+)
+def test_an_export_that_would_fail_after_the_training_is_refused(form, model, words):
+    config = load_config(["debug", f"--checkpoint.export={form}"])
+    with refused(*words):
+        check_layout(config, dataclasses.replace(EVEN, **model), 1)

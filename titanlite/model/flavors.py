@@ -308,6 +308,48 @@ FLAVORS: dict[str, LlamaConfig] = {
 }
 
 
+def family_of(config: LlamaConfig) -> str:
+    """The family of transformers that has this model's blocks.
+
+    Raises ConfigError if none has.
+    """
+    if config.num_experts:
+        return _family_of_mixture(config)
+    if config.qkv_bias and config.qk_norm:
+        raise ConfigError(
+            "model.qkv_bias with model.qk_norm: transformers has no such model; "
+            "expected one of the two"
+        )
+    if config.qkv_bias and config.explicit_head_dim:
+        raise ConfigError(
+            "model.qkv_bias with model.head_dim: transformers has no such model; expected heads "
+            "of width dim / num_heads"
+        )
+    if config.qk_norm:
+        return "qwen3"
+    if config.qkv_bias:
+        return "qwen2"
+    if not config.sliding_window:
+        return "llama"
+    return "mistral" if config.window_layers == "all" else "ministral"
+
+
+def _family_of_mixture(config: LlamaConfig) -> str:
+    """The family of transformers that has this mixture of experts. Raises ConfigError."""
+    if config.qkv_bias:
+        raise ConfigError(
+            f"model.qkv_bias with model.num_experts = {config.num_experts}: transformers has no "
+            "such model; expected a dense model, or no biases"
+        )
+    if config.sliding_window and config.window_layers != "all":
+        raise ConfigError(
+            f"model.window_layers = {config.window_layers!r} with model.num_experts = "
+            f"{config.num_experts}: transformers' mixtures have the window in all blocks; expected "
+            "model.window_layers = all, or no window"
+        )
+    return "qwen3_moe" if config.qk_norm else "mixtral"
+
+
 # Keys of [model] that have the same name in a LlamaConfig
 SAME_NAME = (
     "dim",

@@ -47,6 +47,7 @@ RULES: tuple[Rule, ...] = (
     names.frozen,
     excludes.float16,
     excludes.offloading,
+    excludes.export,
 )
 
 

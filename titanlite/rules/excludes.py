@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 
 from titanlite.config.schema import PP_SCHEDULES, SPLIT_BACKWARD, Config
-from titanlite.model.flavors import LlamaConfig
+from titanlite.model.flavors import LlamaConfig, family_of
 from titanlite.rules.compiled import reason_not_compiled
 from titanlite.rules.degrees import needs_fsdp, num_processes
 from titanlite.runtime.errors import ConfigError
@@ -215,3 +215,15 @@ def offloading(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> I
             "parameters at a time, and Muon's matrices are divided over ranks; expected "
             "optimizer.name = adamw, or parallel.cpu_offload = true"
         )
+
+
+def export(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
+    """Requires adapters for `checkpoint.export = peft`, and for hf a model of transformers."""
+    form = config.checkpoint.export
+    if form == "peft" and config.lora.rank == 0:
+        yield "checkpoint.export = peft: expected lora.rank > 0, or another format"
+    if form == "hf":
+        try:
+            family_of(llama)
+        except ConfigError as error:
+            yield f"checkpoint.export = hf: {error}"

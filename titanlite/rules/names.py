@@ -101,8 +101,6 @@ def frozen(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Itera
 def lora(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
     """Requires targets and blocks of `lora` that exist, and in a pipeline some in stage 0."""
     if config.lora.rank == 0:
-        if config.checkpoint.export == "peft":
-            yield "checkpoint.export = peft: expected lora.rank > 0, or another format"
         return
     if config.lora.alpha <= 0:
         yield f"lora.alpha = {config.lora.alpha:g}: adapters times 0 learn nothing; expected more"

@@ -28,7 +28,9 @@ def test_a_finished_run_leaves_its_model(pool, arguments, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["hf", "torch"])
-def test_an_export_replaces_an_earlier_one_and_nothing_else(whole_run, tmp_path, caplog, form):
+def test_an_export_replaces_an_earlier_one_and_nothing_else(
+    whole_run, tmp_path, caplog, monkeypatch, form
+):
     folder = tmp_path / "run"
     shutil.copytree(whole_run(), folder)
     target = folder / export_run.TARGETS[form]
@@ -38,6 +40,12 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(whole_run, tmp_path,
     weights = target / "model.safetensors" if form == "hf" else target
     whole = weights.read_bytes()
     weights.write_bytes(b"of an earlier step")
+    with monkeypatch.context() as patched:
+        patched.setattr(export_run, "convert", lambda *arguments: 1 / 0)
+        export_run.export_run(folder, form)
+    assert weights.read_bytes() == b"of an earlier step"
+    assert "division by zero" in caplog.text
+    caplog.clear()
     export_run.export_run(folder, form)
     assert weights.read_bytes() == whole
     assert set(os.listdir(folder)) == others | {target.name}

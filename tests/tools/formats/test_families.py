@@ -14,12 +14,12 @@ from torch.nn.utils import parameters_to_vector
 from transformers_models import TOKENS, make
 
 from titanlite.model.attention import document_mask
-from titanlite.model.flavors import RopeScaling
+from titanlite.model.flavors import RopeScaling, family_of
 from titanlite.model.generate import generate
 from titanlite.tools.formats import check_export, huggingface_config
 from titanlite.tools.formats.convert import Options, convert
 from titanlite.tools.formats.detect_format import open_full_state
-from titanlite.tools.formats.huggingface_config import family_of, to_config
+from titanlite.tools.formats.huggingface_config import to_config
 from titanlite.tools.formats.load_weights import load_model
 
 transformers = pytest.importorskip("transformers")

@@ -1,10 +1,10 @@
 """Exports the model of a finished run for other software: `checkpoint.export`.
 
-What it is: `titanlite convert` of the newest checkpoint into the run's folder. The export of an
-earlier end of the run is removed before, so that no model of an earlier step lies beside the
-checkpoint; a crash between the two leaves the run without an export, which `titanlite convert`
-writes.
-What it costs: reading and writing the model once, and the comparison of the two.
+What it is: `titanlite convert` of the newest checkpoint into the run's folder. The new export then
+takes the place of that of an earlier end of the run; where it cannot be written, the earlier one
+stays.
+What it costs: reading and writing the model once, and the comparison of the two; the disk space of
+both exports for a moment.
 """
 
 from __future__ import annotations
@@ -41,22 +41,34 @@ def export_run(folder: Path, form: str) -> None:
     complete.
     """
     target = folder / TARGETS[form]
+    new = folder / f"new-{TARGETS[form]}"
     try:
-        _remove_earlier(target)
-        convert(folder, target, Options(to=form))
+        _require_an_export(target)
+        convert(folder, new, Options(to=form))
+        _replace(target, new)
     except Exception as error:  # also of torch and safetensors
-        logger.warning("checkpoint.export = %s: %s was not written: %s", form, target, error)
+        logger.warning(
+            "checkpoint.export = %s: %s was not written (an earlier one stays): %s",
+            form,
+            target,
+            error,
+        )
 
 
-def _remove_earlier(target: Path) -> None:
-    """Removes the export of an earlier end of the run. Raises ConfigError if it has other files."""
-    if not target.exists():
+def _require_an_export(target: Path) -> None:
+    """Raises ConfigError if the folder of an earlier export has other files."""
+    if not target.is_dir():
         return
-    if target.is_dir():
-        for name in sorted(os.listdir(target)):
-            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in NAMES):
-                raise ConfigError(f"{target}: holds {name}, which is not of an export; move it")
-    earlier = temporary_path(target)  # of which a kill leaves no part under the target's name
-    target.rename(earlier)
+    for name in sorted(os.listdir(target)):
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in NAMES):
+            raise ConfigError(f"{target}: holds {name}, which is not of an export; move it")
+
+
+def _replace(target: Path, new: Path) -> None:
+    """Gives the new export the name of the earlier one, and removes that."""
+    earlier = temporary_path(new)  # which the next export removes if this process is killed
+    if target.exists():
+        target.rename(earlier)
+    new.rename(target)
     sync_folder(target.parent)
     remove(earlier)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
-from titanlite.model.flavors import LlamaConfig, block_shapes
+from titanlite.model.flavors import LlamaConfig, block_shapes, family_of
 from titanlite.runtime.documents import read_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.typed_json import typed
@@ -33,7 +33,7 @@ from titanlite.tools.formats.full_state import (
     reading,
     same_numbers,
 )
-from titanlite.tools.formats.huggingface_config import family_of, from_config
+from titanlite.tools.formats.huggingface_config import from_config
 from titanlite.tools.formats.huggingface_tokenizer import read_tokenizer
 from titanlite.tools.formats.safetensors_files import read_folder
 from titanlite.tools.formats.same_model import without_tables

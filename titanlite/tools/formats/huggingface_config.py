@@ -18,6 +18,7 @@ from titanlite.model.flavors import (
     SCALINGS,
     LlamaConfig,
     RopeScaling,
+    family_of,
     layer_numbers,
     layer_ranges,
 )
@@ -150,48 +151,6 @@ def _to_mixture(config: LlamaConfig, family: str) -> dict[str, Any]:
     fields["decoder_sparse_step"] = 1
     fields["mlp_only_layers"] = []
     return fields
-
-
-def family_of(config: LlamaConfig) -> str:
-    """The family of transformers that has this model's blocks.
-
-    Raises ConfigError if none has.
-    """
-    if config.num_experts:
-        return _mixture_of(config)
-    if config.qkv_bias and config.qk_norm:
-        raise ConfigError(
-            "model.qkv_bias with model.qk_norm: transformers has no such model; "
-            "expected one of the two"
-        )
-    if config.qkv_bias and config.explicit_head_dim:
-        raise ConfigError(
-            "model.qkv_bias with model.head_dim: transformers has no such model; expected heads "
-            "of width dim / num_heads"
-        )
-    if config.qk_norm:
-        return "qwen3"
-    if config.qkv_bias:
-        return "qwen2"
-    if not config.sliding_window:
-        return "llama"
-    return "mistral" if config.window_layers == "all" else "ministral"
-
-
-def _mixture_of(config: LlamaConfig) -> str:
-    """The family of transformers that has this mixture of experts. Raises ConfigError."""
-    if config.qkv_bias:
-        raise ConfigError(
-            f"model.qkv_bias with model.num_experts = {config.num_experts}: transformers has no "
-            "such model; expected a dense model, or no biases"
-        )
-    if config.sliding_window and config.window_layers != "all":
-        raise ConfigError(
-            f"model.window_layers = {config.window_layers!r} with model.num_experts = "
-            f"{config.num_experts}: transformers' mixtures have the window in all blocks; expected "
-            "model.window_layers = all, or no window"
-        )
-    return "qwen3_moe" if config.qk_norm else "mixtral"
 
 
 def _to_window(config: LlamaConfig, family: str) -> dict[str, Any]:

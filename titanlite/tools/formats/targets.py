@@ -25,7 +25,7 @@ from titanlite.checkpoint.grid import Box, grid_of
 from titanlite.checkpoint.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry
 from titanlite.checkpoint.shard_file import sharding_metadata
 from titanlite.checkpoint.step_files import digest_of
-from titanlite.model.flavors import LlamaConfig, parameter_shapes
+from titanlite.model.flavors import LlamaConfig, family_of, parameter_shapes
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.kept_files import CONFIG, KEPT_FILE, TRAINING
 from titanlite.tokenizer.tokenizer import Tokenizer
@@ -251,7 +251,7 @@ class HuggingFace(Target):
 
     def check(self, export: Export) -> None:
         state = export.state
-        huggingface_config.family_of(state.model)
+        family_of(state.model)
         _require_parameters(state)
         tokenizer = _fitting_tokenizer(state)
         if tokenizer is None or not state.model.qkv_bias:
