@@ -128,7 +128,7 @@ class ModelConfig:
     expert_ffn_dim: int | None = key(
         None, "hidden width of an expert, a multiple of 8", min=1, max=2**22
     )
-    rope_theta: float | None = key(None, "base of the frequencies of RoPE", min=1e-6, max=1e12)
+    rope_theta: float | None = key(None, "base of the frequencies of RoPE", min=2, max=1e12)
     rope_scaling: str | None = key(
         None,
         "how RoPE's frequencies change for sequences longer than those of pretraining",

@@ -371,6 +371,14 @@ REFUSED = {
         {"head_dim": 7},
         (DAMAGED, "heads of width 7: expected an even width"),
     ),
+    "a theta that YaRN divides by 0": (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}},
+        (DAMAGED, "rope_theta = 1.0: expected a number above 1 and below 1e+12"),
+    ),
+    "an epsilon of 1": (
+        {"rms_norm_eps": 1.0},
+        (DAMAGED, "norm_eps = 1.0: expected a number above 0 and below 1)"),
+    ),
     "a scaling that is text": (
         {"rope_parameters": "yarn"},
         (DAMAGED, "rope_parameters: expected dict, found str"),
