@@ -143,10 +143,11 @@ def drop_tied_output(state: FullState) -> None:
     """Removes the output of a tied model if it is its embedding: one parameter, which state_dict()
     lists twice.
     """
-    output = state.tensors.get("output.weight")
     embedding = state.tensors.get("tok_embeddings.weight")
-    if output and embedding and same_numbers(output, embedding):
-        del state.tensors["output.weight"]
+    for name in ("output.weight", "lm_head.weight"):  # the latter of a folder of Hugging Face
+        output = state.tensors.get(name)
+        if output and embedding and same_numbers(output, embedding):
+            del state.tensors[name]
 
 
 def _averaged(state: FullState) -> FullState:

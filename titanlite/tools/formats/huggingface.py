@@ -31,7 +31,6 @@ from titanlite.tools.formats.full_state import (
     FullTensor,
     Part,
     reading,
-    same_numbers,
 )
 from titanlite.tools.formats.huggingface_config import from_config
 from titanlite.tools.formats.huggingface_tokenizer import read_tokenizer
@@ -123,11 +122,6 @@ def open_folder(folder: Path) -> FullState:
                 f"{folder}: has {len(found)} of the {len(hf_names)} tensors {hf_names[0]!r} to "
                 f"{hf_names[-1]!r}"
             )
-    # What is left in `stored` is not known: comparing the models reports it
-    output = stored.get("lm_head.weight")
-    embedding = tensors.get("tok_embeddings.weight")
-    if config.tied_embeddings and output and embedding and same_numbers(output, embedding):
-        del stored["lm_head.weight"]
     length = fields.get("max_position_embeddings", 0)
     about = About("hf", config, read_tokenizer(folder), seq_len=sequence_length(length))
     about.files |= to_files(read_kept(folder))
@@ -138,6 +132,7 @@ def open_folder(folder: Path) -> FullState:
         template = ""
     if template:
         about.files[TEMPLATE_FILE] = template.encode()
+    # What is left in `stored` is not known: comparing the models reports it
     return FullState(folder, about, tensors | stored)
 
 

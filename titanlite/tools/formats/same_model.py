@@ -6,8 +6,8 @@ would only not be read.
 What it is: a file that describes its model is compared field by field, the others by what shapes
 tell; then the names, shapes and dtypes of its tensors with those that its own model has.
 What it costs: nothing; names and shapes are known when a file is open. Where the file of a tied
-model has an output besides the embedding, opening it (detect_format.py, huggingface.py) reads both
-completely, in each process, to see that they are equal.
+model has an output besides the embedding, opening it (detect_format.py) reads both completely, in
+each process, to see that they are equal.
 """
 
 from __future__ import annotations
