@@ -16,6 +16,7 @@ from titanlite.checkpoint.retention import delete_step
 from titanlite.distributed.run_folder import lock
 from titanlite.tools.cli.checkpoint_command import _config_differences
 from titanlite.tools.cli.main import main
+from titanlite.tools.formats.full_state import BLOCK, FullTensor
 
 
 @pytest.fixture
@@ -92,6 +93,28 @@ def test_show_and_diff(run_folder, capsys):
     (samples,) = (line for line in out.splitlines() if line.startswith("data.samples"))
     assert "32 of 32" in norm
     assert_mentions(samples, "1 of 1", " 8", "0.333")
+
+
+def test_a_diff_reads_some_rows_at_a_time(tmp_path, capsys, monkeypatch):
+    weights = torch.ones(5000, 512)  # 10 MB
+    weights[7] = torch.nan
+    torch.save({"norm.weight": weights}, tmp_path / "a.pt")
+    weights[1] = 3
+    weights[4999, :2] = 0
+    torch.save({"norm.weight": weights}, tmp_path / "b.pt")
+    largest = 0
+    original = FullTensor.read
+
+    def noted(*arguments):
+        nonlocal largest
+        rows = original(*arguments)
+        largest = max(largest, rows.nbytes)
+        return rows
+
+    monkeypatch.setattr(FullTensor, "read", noted)
+    assert main(["checkpoint", "diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == 1
+    assert "norm.weight: 514 of 2,560,000 differ, by up to 2; relative" in capsys.readouterr().out
+    assert largest <= BLOCK
 
 
 def test_a_diff_compares_the_settings_that_both_state():

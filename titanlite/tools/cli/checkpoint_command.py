@@ -1,15 +1,16 @@
 """`titanlite checkpoint list | verify | show | diff | prune`: inspects the checkpoints of a run.
 
-What it is: one process without a process group, which reads tensor by tensor. Only `prune` changes
-anything: it deletes by the same rule as the run (`checkpoint/retention.py`), and refuses while the
-run is training.
-What it costs: memory for the two largest tensors.
+What it is: one process without a process group, which reads some rows at a time. Only `prune`
+changes anything: it deletes by the same rule as the run (`checkpoint/retention.py`), and refuses
+while the run is training.
+What it costs: memory for some rows of two tensors, and for all rows of one that is transposed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from titanlite.runtime.progress import progress_bar
 from titanlite.tools.cli.options import StrictParser
 from titanlite.tools.formats.convert import describe
 from titanlite.tools.formats.detect_format import open_full_state
-from titanlite.tools.formats.full_state import FullState
+from titanlite.tools.formats.full_state import FullState, FullTensor
 from titanlite.tools.formats.step_folder import is_step_folder
 
 EXIT_DAMAGED = 1  # or the two checkpoints differ
@@ -234,23 +235,40 @@ def diff(a: FullState, b: FullState, everything: bool) -> int:
         if (was.dtype, was.shape) != (now.dtype, now.shape):
             print(f"{name}: {was.dtype} {was.shape} in a, {now.dtype} {now.shape} in b")
             continue
-        x = was.read()
-        y = now.read()
-        same = (x == y) | (x.isnan() & y.isnan())
-        if bool(same.all()):
-            equal += 1
-            if everything:
-                print(f"{name}: equal")
+        difference = _difference(was, now)
+        if difference:
+            print(f"{name}: {difference}")
             continue
-        x = x.double()
-        y = y.double()
-        changed = int((x != y).sum())
-        largest = float((x - y).abs().max())
-        relative = float((x - y).norm() / x.norm().clamp(min=1e-300))
-        extent = f"by up to {largest:.3g}; relative norm {relative:.3g}"
-        print(f"{name}: {changed:,} of {x.numel():,} differ, {extent}")
+        equal += 1
+        if everything:
+            print(f"{name}: equal")
     print(f"{equal} of {len(names)} tensors are equal")
     return 0 if equal == len(names) else EXIT_DAMAGED
+
+
+def _difference(a: FullTensor, b: FullTensor) -> str:
+    """Describes how two tensors of one shape and dtype differ; "" if they are equal."""
+    changed = 0
+    largest = torch.zeros((), dtype=torch.float64)
+    squares = torch.zeros((), dtype=torch.float64)
+    squares_of_a = torch.zeros((), dtype=torch.float64)
+    # A transposed tensor has one range, because a part of its rows takes reading all
+    for start, stop in min(a.row_ranges(), b.row_ranges(), key=len):
+        x = a.read(start, stop)
+        y = b.read(start, stop)
+        differs = (x != y) & ~(x.isnan() & y.isnan())
+        x = x.double()
+        squares_of_a += x.square().sum()
+        if bool(differs.any()):
+            distance = (x - y.double())[differs].abs()
+            changed += len(distance)
+            largest = largest.maximum(distance.max())
+            squares += distance.square().sum()
+    if not changed:
+        return ""
+    relative = float(squares.sqrt() / squares_of_a.sqrt().clamp(min=1e-300))
+    extent = f"by up to {float(largest):.3g}; relative norm {relative:.3g}"
+    return f"{changed:,} of {math.prod(a.shape):,} differ, {extent}"
 
 
 def _config_differences(
