@@ -72,6 +72,7 @@ def test_peft_takes_adapters_from_a_run_only(tmp_path):
     make_file(tmp_path / "a.pt", SMALL)
     with refused("holds no adapters; expected a run with lora.rank > 0"):
         convert(tmp_path / "a.pt", tmp_path / "x", Options("peft"), log=quiet)
-    with refused("--adapter has no effect with --to peft"):
-        options = Options("peft", adapter=Path("x"))
-        convert(tmp_path / "a.pt", tmp_path / "x", options, log=quiet)
+    for name, value in {"adapter": Path("x"), "model": "debug"}.items():
+        with refused(f"--{name} has no effect with --to peft"):
+            options = Options("peft", **{name: value})
+            convert(tmp_path / "a.pt", tmp_path / "x", options, log=quiet)

@@ -301,8 +301,12 @@ class Peft(Target):
     is_model = False
 
     def open_source(self, path: Path, options: Options) -> FullState:
-        if options.adapter is not None:
-            raise ConfigError("--adapter has no effect with --to peft: SOURCE holds the adapters")
+        for name, value in (("--adapter", options.adapter), ("--model", options.model)):
+            if value:
+                raise ConfigError(
+                    f"{name} has no effect with --to peft: SOURCE holds the adapters and the "
+                    "model's shape"
+                )
         state = open_adapter(path, step=options.step, weights=options.weights)
         base = Path(state.about.config.get("checkpoint", {}).get("initial_load", ""))
         has_adapters = False
