@@ -117,9 +117,35 @@ def test_a_model_learns_to_answer_and_answers(pool, options, text_file, tmp_path
     assert (tmp_path / "hf/chat_template.jinja").read_text() == saved.read_text()
 
 
-def test_characters_are_printed_when_they_are_complete():
-    tokenizer = Tokenizer()
-    ids = tokenizer.encode("a \U0001f642 b")
-    parts = list(text_stream(ids, tokenizer, tokenizer.encode("before")))
-    assert "".join(parts) == "a \U0001f642 b"
-    assert not any("�" in part for part in parts)
+class Bytes:
+    """One id for each byte. As the byte fallback of SentencePiece does, it decodes bytes that are
+    not UTF-8 as a whole to nothing but U+FFFD.
+    """
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(ids)
+
+
+@pytest.mark.parametrize("tokenizer", [Tokenizer(), Bytes()])
+def test_characters_are_printed_when_they_are_complete(tokenizer, monkeypatch):
+    text = "a \U0001f642 b" + "\U0001f642" * 3 + "\u20ac" * 30
+    before = tokenizer.encode("before \u20ac\u20ac\u20ac")
+    longest = 0
+    decode = tokenizer.decode
+
+    def noted(ids):
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decode(ids)
+
+    monkeypatch.setattr(tokenizer, "decode", noted)
+    parts = list(text_stream(tokenizer.encode(text), tokenizer, before))
+    assert "".join(parts) == text
+    assert not any("\ufffd" in part for part in parts)
+    assert longest < 30  # most in the prompt

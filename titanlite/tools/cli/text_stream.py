@@ -8,24 +8,24 @@ from collections.abc import Iterable, Iterator
 from titanlite.runtime.errors import for_terminal
 from titanlite.tokenizer.tokenizer import Tokenizer
 
-CONTEXT = 8  # earlier tokens on which the text of the first new token may depend
-
 
 def text_stream(tokens: Iterable[int], tokenizer: Tokenizer, before: list[int]) -> Iterator[str]:
     """Yields the text of new tokens in parts that consist of whole characters.
 
     A character of several tokens comes with the last of them. `before` are the prompt's tokens.
     """
-    ids = before[-CONTEXT:]
-    printed = len(tokenizer.decode(ids))
+    printed = before  # the tokens of the last part: the text of a token may depend on them
+    new: list[int] = []
     text = ""
     for token in tokens:
-        ids.append(token)
-        text = tokenizer.decode(ids)
-        if not text.endswith("\ufffd"):
-            yield text[printed:]
-            printed = len(text)
-    yield text[printed:]
+        new.append(token)
+        text = tokenizer.decode(printed + new)[len(tokenizer.decode(printed)) :]
+        if text and not text.endswith("\ufffd"):
+            yield text
+            printed = new
+            new = []
+            text = ""
+    yield text
 
 
 def write_text(text: str) -> None:
