@@ -1,8 +1,5 @@
 """Faults of data parallelism and gradient accumulation: gradients that are averaged, not reduced
-over all ranks, or lost.
-
-What they have in common: AdamW divides a gradient by its size, and clipping does too, so a gradient
-that is wrong by a constant factor hardly changes the loss. The gradient itself shows the fault.
+over all ranks, or lost, and initial weights that are not the same on all ranks.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What they have in common: the mean loss of a sequence hardly depends on these mistakes at the start
 of a run, when every token is equally likely. So they change the loss in its third or fourth digit,
-which no curve shows.
+which no curve shows; only `padding-nan` makes it NaN.
 """
 
 from __future__ import annotations

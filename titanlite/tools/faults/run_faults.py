@@ -1,7 +1,8 @@
-"""Faults without a figure in `titanlite verify`: after a stop, in validation, and in files.
+"""Faults without a figure in `titanlite verify`: after a stop, in the schedule, in validation, and
+in files.
 
-What they have in common: the steps of an uninterrupted run are right. So these faults are compared
-with an uninterrupted run of one process, with its validation loss, or with the exported model.
+They are compared with the losses of an uninterrupted run of one process, or with the logits of the
+model that was exported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Faults of tensor parallelism: sums over the tp axis that are missing or made twice.
 
-What they have in common: a tensor is declared replicated but holds a term of a sum on each rank
-(`Partial`), or the reverse. DTensor trusts the declaration, so it sends nothing and raises nothing.
+What most of them have in common: a tensor is declared replicated but holds a term of a sum on each
+rank (`Partial`). DTensor trusts the declaration, so it sends nothing and raises nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Faults between the backward and the end of a step: in clipping, scales and the optimizer.
 
-What they have in common: loss and gradient of the first step are right, but the weights after it
-are wrong, so the loss differs from the second step on.
+What they have in common: loss and gradient of the first step are right, the weights after it are
+wrong.
 """
 
 from __future__ import annotations
