@@ -4,11 +4,11 @@ logits.
 What it is: the output is opened again. Equal bits are not enough: a reader and a writer that share
 a mistake, such as a wrong order of rows, agree with each other. So the second Llama of
 `second_llama.py` must compute from the output the logits that titanlite's model computes from the
-source. It reads files in Hugging Face's order of rows as they are, and a Hugging Face folder's
-config.json and names, of the source or of the output, by separate readers (`second_config.py`,
-`second_names.py`).
-What it costs: reading both twice, and a folder of Hugging Face, as the source of another format, a
-third time; memory for one layer, in fp64.
+source. It uses rows in Hugging Face's order without permuting them. If the source or the output is
+a Hugging Face folder, it reads config.json and the names with readers of its own
+(`second_config.py`, `second_names.py`).
+What it costs: reading both twice, and the source a third time if it is a Hugging Face folder and
+the output is not; memory for one layer, in fp64.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _difference(source: FullTensor, written: FullTensor, rounded: Rounded) -> st
 
 
 def compare_descriptions(source: FullState, result: FullState) -> list[str]:
-    """A line for each property of the model that a config.json, of source or result, gives
-    otherwise by its second reading.
+    """A line for each property of the model to which the second reader gives another value than
+    titanlite's reader. It reads the config.json of the source and of the result, if they have one.
 
     It also finds what no short prompt shows, such as a window or a frequency of distant positions.
     """

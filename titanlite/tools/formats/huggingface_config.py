@@ -5,8 +5,8 @@ fields of `LlamaConfig`: biases, norms of q and k, windows, experts. Every field
 reads for these families is understood, or has to be at the value that changes nothing
 (`UNCHANGED`); all others are refused by name, in one error. A test compares this with transformers'
 own code.
-Reference: transformers 5, `LlamaConfig`, `MistralConfig`, `Qwen2Config`, `Qwen3Config`,
-`Qwen3MoeConfig`, `MixtralConfig`
+Reference: transformers 5, `LlamaConfig`, `MistralConfig`, `MinistralConfig`, `Qwen2Config`,
+`Qwen3Config`, `Qwen3MoeConfig`, `MixtralConfig`
 """
 
 from __future__ import annotations
