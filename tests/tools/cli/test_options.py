@@ -34,6 +34,8 @@ def test_an_unknown_option_is_a_config_error_with_the_nearest_one():
     assert_mentions(str(caught.value), "--numbr=4", "did you mean --number?", "--other")
     with pytest.raises(ConfigError, match="invalid int value"):
         parser.parse_args(["--number=x"])
+    with pytest.raises(ConfigError, match=r"option --n=4; did you mean --number\?"):
+        parser.parse_args(["--n=4"])
 
 
 def test_a_subcommand_suggests_its_own_options():
@@ -55,7 +57,7 @@ def test_a_subcommand_suggests_its_own_options():
 
 
 def test_words_of_a_config_are_left_and_options_are_not():
-    parser = StrictParser(prog="x", allow_abbrev=False)
+    parser = StrictParser(prog="x")
     parser.add_argument("--gpus", type=int)
     options, rest = parser.parse_beside_config(["debug", "--gpus=2", "--training.steps=3"])
     assert (options.gpus, rest) == (2, ["debug", "--training.steps=3"])

@@ -55,7 +55,6 @@ def _options(argv: list[str]) -> argparse.Namespace:
         description="Plant a fault, predict what it changes, and see it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all faults, in order")
     parser.add_argument("--show", action="store_true", help="ask nothing")

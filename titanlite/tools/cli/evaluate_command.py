@@ -103,7 +103,6 @@ def _options(argv: list[str]) -> argparse.Namespace:
         usage="titanlite evaluate CHECKPOINT --perplexity DATA ... [options]",
         description="Compute the loss of a checkpoint on text.",
         epilog=EPILOG + TASKS,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "path",

@@ -82,7 +82,6 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description="Show one training step in order: every collective, its tensor and its cause.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--layout", metavar="L", help="degrees and options, as in dp_shard=2,tp=2")
     parser.add_argument(

@@ -88,10 +88,13 @@ def device_of(options: argparse.Namespace) -> torch.device:
 
 class StrictParser(argparse.ArgumentParser):
     """A parser that raises ConfigError, and suggests the most similar word for an unknown option,
-    action or choice.
+    action or choice. Options have no short forms.
     """
 
     words: Sequence[str] = ()  # those that are parsed
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, rest = self.parse_known_args(args, namespace)
@@ -147,7 +150,9 @@ class StrictParser(argparse.ArgumentParser):
         return [name for action in self._actions for name in action.option_strings]
 
     def _unknown(self, word: str) -> str:
-        hint = suggestion(word.partition("=")[0], self._names())
+        given = word.partition("=")[0]
+        longer = [name for name in self._names() if name.startswith(given)]
+        hint = suggestion(given, longer, 0.0) or suggestion(given, self._names())
         return f"unknown option {word}{hint}; see --help"
 
 

@@ -166,7 +166,6 @@ def _parser() -> StrictParser:
         description="Say what a run would need: memory, communication, time and cost.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--gpus", type=at_least(int, 1, MAX_GPUS), metavar="N", help="default: what the config has"

@@ -37,7 +37,6 @@ def _parser() -> argparse.ArgumentParser:
         usage="titanlite report RUN... [--out FILE | --text]",
         description="Show what a run has done, or compare several runs.",
         epilog=EPILOG,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, as outputs/debug"

@@ -110,7 +110,6 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description="Show that every parallel layout computes the same as one process.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--processes",
