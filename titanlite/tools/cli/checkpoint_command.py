@@ -8,7 +8,6 @@ What it costs: memory for some rows of two tensors, and for all rows of one that
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -26,7 +25,7 @@ from titanlite.checkpoint.step_files import file_problems, verify_files
 from titanlite.distributed.run_folder import lock
 from titanlite.runtime.errors import ConfigError, printable
 from titanlite.runtime.progress import progress_bar
-from titanlite.tools.cli.options import StrictParser
+from titanlite.tools.cli.options import StrictParser, at_least
 from titanlite.tools.formats.convert import describe
 from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.full_state import FullState, FullTensor
@@ -65,9 +64,11 @@ def run(argv: list[str]) -> int:
         "prune", help="delete checkpoints by the rule of checkpoint.keep, keep_every, keep_best"
     )
     pruning.add_argument("run", type=Path, help="a run's folder")
-    pruning.add_argument("--keep", type=_count, required=True, help="keep the newest n")
-    pruning.add_argument("--keep-every", type=_count, default=0, help="keep every n-th step")
-    pruning.add_argument("--keep-best", type=_count, default=0, help="keep the best n")
+    pruning.add_argument("--keep", type=at_least(int, 1), required=True, help="keep the newest n")
+    pruning.add_argument(
+        "--keep-every", type=at_least(int, 0), default=0, help="keep every n-th step"
+    )
+    pruning.add_argument("--keep-best", type=at_least(int, 0), default=0, help="keep the best n")
     pruning.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     options = parser.parse_args(argv)
     if options.command == "list":
@@ -79,12 +80,6 @@ def run(argv: list[str]) -> int:
     if options.command == "diff":
         return diff(open_full_state(options.a), open_full_state(options.b), options.all)
     return prune(options.run, options.keep, options.keep_every, options.keep_best, options.dry_run)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least 0")
-    return int(text)
 
 
 def _folder(run_folder: Path) -> Path:
@@ -298,8 +293,6 @@ def _settings(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def prune(run_folder: Path, keep: int, keep_every: int, keep_best: int, dry_run: bool) -> int:
     """Deletes the checkpoints that the rule does not keep, and the folders of interrupted saves."""
-    if not keep:
-        raise ConfigError("--keep 0: expected at least 1; the newest checkpoint is always kept")
     folder = _folder(run_folder.resolve())
     if not dry_run:
         _lock = _lock_run(run_folder, folder.parent)  # until this function returns

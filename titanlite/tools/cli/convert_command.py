@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from pathlib import Path
 
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.cli.options import StrictParser
+from titanlite.tools.cli.options import StrictParser, add_selection_options, log
 from titanlite.tools.cli.stops import stoppable
 from titanlite.tools.formats.convert import Mismatch, convert
 from titanlite.tools.formats.detect_format import READABLE
@@ -47,25 +46,12 @@ def run(argv: list[str]) -> int:
         default="",
         help=f"of the parameters in dcp: {', '.join(GENERATIONS)}; default: the first",
     )
-    parser.add_argument("--step", type=_step, help="which checkpoint of a run; default: the newest")
-    parser.add_argument(
-        "--weights",
-        default="model",
-        help="of a run: model (default), or ema for the averaged weights (ema.decay)",
-    )
+    add_selection_options(parser)
     parser.add_argument(
         "--shard-size", type=file_size, default=0, help="largest file of a sharded format (5GB)"
     )
     parser.add_argument(
         "--full", action="store_true", help="also write optimizer and training state"
-    )
-    parser.add_argument(
-        "--model", default="", help="flavor or model.json, for sources without the model's shape"
-    )
-    parser.add_argument(
-        "--adapter",
-        type=Path,
-        help="adapters to add to the weights: a run with lora.rank > 0, or PEFT's folder",
     )
     parser.add_argument(
         "--verify",
@@ -81,24 +67,14 @@ def run(argv: list[str]) -> int:
     target = arguments.pop("target")
     try:
         with stoppable():  # removes partial output
-            convert(source, target, Options(**arguments), _print)
+            convert(source, target, Options(**arguments), log)
     except Mismatch as error:
         for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+            log(f"error: {problem}")
         return EXIT_MISMATCH
     except OSError as error:
         raise ConfigError(f"{error.filename or target}: {error.strerror or error}") from None
     return 0
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _step(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a step's number")
-    return int(text)
 
 
 def file_size(text: str) -> int:

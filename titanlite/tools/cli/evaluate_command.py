@@ -16,6 +16,7 @@ from titanlite.tools.cli.options import (
     StrictParser,
     add_checkpoint_options,
     at_least,
+    log,
     selection_of,
 )
 from titanlite.tools.cli.several import add_processes_option, is_to_start, join, start
@@ -57,7 +58,7 @@ def run(argv: list[str]) -> int:
     texts = _prepared(options, tokenizer)
     shared = SharedModel(full, device, length)
     if this_rank() == 0:
-        print(f"{full.path}: {shared.describe()}", file=sys.stderr)
+        log(f"{full.path}: {shared.describe()}")
     # Without autocast's cache, which would keep weights that FSDP frees
     low_precision = options.dtype == "bfloat16"
     with torch.autocast(device.type, torch.bfloat16, low_precision, cache_enabled=False):
@@ -185,7 +186,7 @@ def _prepared(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Prepare
             if folder is None:
                 split = WHOLE if _is_whole(path) else ""
                 source = Source(path, keys=keys, split=split, enclosed=False)
-                folder = prepare_text(source, tokenizer, _note)
+                folder = prepare_text(source, tokenizer, log)
             folders.append(str(folder))
         return folders
 
@@ -199,10 +200,6 @@ def _prepared(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Prepare
             "they were made from; evaluate one at a time"
         )
     return data
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _evaluate(
@@ -234,7 +231,7 @@ def _evaluate(
         results[part.name] = perplexity(shared, part, split, how)
         if this_rank() == 0:
             what = f"{options.limit} sequences of {what}" if options.limit else what
-            _note(f"{path}: {results[part.name]['tokens']:,} tokens, {what}; {rule}")
+            log(f"{path}: {results[part.name]['tokens']:,} tokens, {what}; {rule}")
     return results
 
 

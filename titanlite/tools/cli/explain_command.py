@@ -13,8 +13,8 @@ from pathlib import Path
 from titanlite.config.load import load_config
 from titanlite.rules.degrees import AXES
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.cli.options import StrictParser, at_least
-from titanlite.tools.cli.plan_command import MAX_GPUS, model_of, write_file
+from titanlite.tools.cli.options import StrictParser, at_least, write_file
+from titanlite.tools.cli.plan_command import MAX_GPUS, model_of, processes_of
 from titanlite.tools.verify.ladder import parse_layout
 
 EPILOG = """\
@@ -30,11 +30,7 @@ def run(argv: list[str]) -> int:
     config = load_config([*rest, *layout])
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, device="cpu"))
     llama = model_of(config)
-    processes = options.processes
-    if processes is None:
-        processes = 1
-        for axis in AXES:
-            processes *= max(1, getattr(config.parallel, axis))
+    processes = options.processes or processes_of(config)
     # Imports torch, for which `--help` and mistakes in the config need not wait
     from titanlite.tools.explain.explain import REAL, explain
     from titanlite.tools.explain.page import page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from titanlite.tools.cli.options import (
     StrictParser,
     add_checkpoint_options,
     at_least,
+    log,
     selection_of,
 )
 from titanlite.tools.cli.several import add_processes_option, is_to_start, join, start
@@ -57,7 +57,7 @@ def run(argv: list[str]) -> int:
     length = len(prompt) + max_new_tokens
     shared = SharedModel(full, device, length)
     if this_rank() == 0:
-        print(_description(full, shared, rule, length), file=sys.stderr)
+        log(_description(full, shared, rule, length))
         print(shown, end="", flush=True)
         tokens = generate(
             shared.model,

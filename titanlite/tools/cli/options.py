@@ -1,4 +1,4 @@
-"""Options that several commands share: a checkpoint, and numbers with bounds."""
+"""What several commands share: a parser, options of a checkpoint, numbers with bounds, output."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import replace_file
 from titanlite.tools.formats.selection import Selection
 
 if TYPE_CHECKING:
@@ -37,15 +38,30 @@ def at_least(
     return convert
 
 
-def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the commands that compute with a checkpoint's weights."""
+def log(text: str) -> None:
+    """Prints a message beside the command's result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def write_file(option: str, path: Path, text: str) -> None:
+    """Writes a file. Raises ConfigError that names the option."""
+    try:
+        replace_file(path.absolute(), text.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path}: {error.strerror or error}; expected a file to write"
+        ) from None
+
+
+def add_selection_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that select weights: the fields of a `Selection`."""
     parser.add_argument(
         "--step", type=at_least(int, 0), help="step of the checkpoint; default: the newest"
     )
     parser.add_argument(
         "--weights",
         default="model",
-        help="of a run: model (default), or ema for the averaged weights",
+        help="of a run: model (default), or ema for the averaged weights (ema.decay)",
     )
     parser.add_argument(
         "--adapter",
@@ -55,6 +71,11 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="", help="flavor or model.json, for files without the model's shape"
     )
+
+
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the commands that compute with a checkpoint's weights."""
+    add_selection_options(parser)
     parser.add_argument(
         "--tokenizer", default="", help="a tokenizer's file or folder, for checkpoints without one"
     )
@@ -67,7 +88,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 
 
 def selection_of(options: argparse.Namespace) -> Selection:
-    """Returns what the options of `add_checkpoint_options` select."""
+    """Returns what the options of `add_selection_options` select."""
     return Selection(
         step=options.step, weights=options.weights, model=options.model, adapter=options.adapter
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.flops import flops_per_token
 from titanlite.rules.degrees import AXES
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import replace_file
-from titanlite.tools.cli.options import StrictParser, at_least
+from titanlite.tools.cli.options import StrictParser, at_least, log, write_file
 from titanlite.tools.plan.amounts import amount, seconds
 from titanlite.tools.plan.budget import (
     GPU_MTBF_HOURS,
@@ -68,7 +66,7 @@ def run(argv: list[str]) -> int:
     machine = find_machine(options.gpu)
     if options.nodes_of:
         machine = dataclasses.replace(machine, gpus_per_node=options.nodes_of)
-    gpus = options.gpus or _processes(config)
+    gpus = options.gpus or processes_of(config)
     if options.out and not options.search:
         raise ConfigError("--out: only with --search; expected both")
     if options.search:
@@ -80,7 +78,7 @@ def run(argv: list[str]) -> int:
         given = frozenset(override.name for override in overrides)
         return _search(config, llama, gpus, machine, given, options)
     if not options.estimate:
-        _log(f"tracing a step of {config.model.flavor} on {gpus} GPUs; --estimate takes a second")
+        log(f"tracing a step of {config.model.flavor} on {gpus} GPUs; --estimate takes a second")
     plan = make_plan(config, llama, gpus, machine, exact=not options.estimate)
     budget = _budget(plan, options)
     if options.json:
@@ -91,10 +89,6 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def faster_layout(plan: Plan) -> list[str]:
     """A line about the fastest layout of all, if it is faster than this one.
 
@@ -103,7 +97,7 @@ def faster_layout(plan: Plan) -> list[str]:
     """
     if plan.counts.source == "estimated":
         return ["  not compared with other layouts: --search does that in seconds to a minute"]
-    _log("comparing it with other layouts")
+    log("comparing it with other layouts")
     try:
         best = search(plan.config, plan.llama, plan.gpus, plan.machine).best[0]
     except ConfigError:  # none fits, as the verdict says
@@ -147,16 +141,6 @@ def _search(
         chosen = dataclasses.replace(best.config, run=run, training=training)
         write_file("--out", options.out, to_toml(chosen))
     return 0
-
-
-def write_file(option: str, path: Path, text: str) -> None:
-    """Writes a file. Raises ConfigError that names the option."""
-    try:
-        replace_file(path.absolute(), text.encode())
-    except OSError as error:
-        raise ConfigError(
-            f"{option} {path}: {error.strerror or error}; expected a file to write"
-        ) from None
 
 
 def _parser() -> StrictParser:
@@ -225,7 +209,7 @@ def model_of(config: Config) -> LlamaConfig:
     return llama
 
 
-def _processes(config: Config) -> int:
+def processes_of(config: Config) -> int:
     """The number of GPUs that a config needs at least: -1 counts as 1."""
     gpus = 1
     for axis in AXES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from titanlite.config.load import flavors, load_config
@@ -17,7 +16,7 @@ from titanlite.tools.chat.answer_end import find_answer_end
 from titanlite.tools.chat.conversation import control_tokens, template_names
 from titanlite.tools.chat.find_template import find_template, read_template
 from titanlite.tools.chat.template import PLAIN, ChatTemplate, TemplateError
-from titanlite.tools.cli.options import StrictParser, at_least
+from titanlite.tools.cli.options import StrictParser, at_least, log
 from titanlite.tools.cli.stops import stoppable
 from titanlite.tools.prepare.build import BAD_ROWS, Options, build, hold
 from titanlite.tools.prepare.cache import prepare
@@ -110,7 +109,7 @@ def _prepare_config(argv: list[str]) -> int:
     section = config.data
     tokenizer = named_tokenizer(section.tokenizer)
     for part in section.parts():
-        print(prepare(part, tokenizer, _log))
+        print(prepare(part, tokenizer, log))
     return 0
 
 
@@ -193,7 +192,7 @@ def chat_from(options: argparse.Namespace, tokenizer: Tokenizer) -> ChatConfig:
             "expected one that writes {{ eos_token }} there (--template)"
         )
     if end.marker:
-        _log(
+        log(
             f"the chat template ends an answer by the {printable(end.token)} of the next turn: it "
             "is trained as the end of each answer"
         )
@@ -221,15 +220,11 @@ def _default_field(options: argparse.Namespace) -> str:
     return "text"
 
 
-def _log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _prepare_sources(options: argparse.Namespace) -> int:
     tokenizer = named_tokenizer(options.tokenizer, "--tokenizer")
     chat = chat_from(options, tokenizer)
     if options.chat:
-        _log(_tokenizer_and_template(options, tokenizer, chat))
+        log(_tokenizer_and_template(options, tokenizer, chat))
     field = options.field or _default_field(options)
     folder = options.out.absolute()
     sources: list[tuple[Source, Found]] = []
@@ -254,10 +249,10 @@ def _prepare_sources(options: argparse.Namespace) -> int:
     how = Options(options.drop_duplicates, chat, options.workers, options.max_bad_rows)
     if folder.exists():
         _require_repeated(sources, tokenizer, folder, how)
-        _log(f"{folder}: is prepared already")
+        log(f"{folder}: is prepared already")
     else:
         with hold(folder, wait=False):
-            build(sources, tokenizer, folder, how, _log)
+            build(sources, tokenizer, folder, how, log)
     verify_changed(folder)
     print(folder)
     return 0

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import replace_file
-from titanlite.tools.cli.options import StrictParser
+from titanlite.tools.cli.options import StrictParser, write_file
 
 EPILOG = """Without options, writes report.html into the first run's folder: one file that needs no
 network. Every run writes its own when it ends. docs/report.md says how to read it."""
@@ -91,9 +90,5 @@ def _write_page(folders: list[Path], out: Path | None) -> None:
 
     path = out or folders[0] / NAME
     document = page(contents(read_runs(folders)))
-    try:
-        replace_file(path.absolute(), document.encode())
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"{path}: {reason}; expected a file to write, with --out") from None
+    write_file("--out", path, document)
     print(path)

@@ -11,7 +11,7 @@ from titanlite.config.load import load_config
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import named_tokenizer
-from titanlite.tools.cli.options import StrictParser
+from titanlite.tools.cli.options import StrictParser, at_least
 from titanlite.tools.verify.campaign import run_cases
 from titanlite.tools.verify.draw import draw_layouts
 from titanlite.tools.verify.ladder import (
@@ -113,7 +113,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument(
         "--processes",
-        type=int,
+        type=at_least(int, 1, MAX_PROCESSES),
         default=0,
         help="largest number of processes; default: 4, or the number of CUDA devices",
     )
@@ -133,7 +133,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument(
         "--draw",
-        type=int,
+        type=at_least(int, 1, MAX_DRAWN),
         default=0,
         metavar="N",
         help="N layouts drawn at random: every setting that changes how a step is computed, in any "
@@ -144,24 +144,15 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument(
-        "--timeout", type=float, default=300, help="time-out of one layout in seconds (default 300)"
+        "--timeout",
+        type=at_least(float, 1, 10**6),
+        default=300,
+        help="time-out of one layout in seconds (default 300)",
     )
     options, rest = parser.parse_beside_config(argv)
-    if not 0 <= options.processes <= MAX_PROCESSES:
-        raise ConfigError(
-            f"--processes {options.processes}: expected 1 to {MAX_PROCESSES}, or 0 for the default"
-        )
     chosen = [f"--{name}" for name in ("layout", "quick", "lora", "draw") if vars(options)[name]]
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)}: each chooses the layouts; expected one of them")
-    if not 0 <= options.draw <= MAX_DRAWN:
-        raise ConfigError(
-            f"--draw {options.draw}: expected a number of layouts, at most {MAX_DRAWN:,}"
-        )
-    if not 0 < options.timeout < 1e6:
-        raise ConfigError(
-            f"--timeout {options.timeout:g}: expected more than 0 seconds, and less than a million"
-        )
     if options.json:
         try:
             options.json.open("a").close()
