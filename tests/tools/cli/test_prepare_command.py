@@ -228,8 +228,8 @@ def test_rows_are_prepared_from_a_config(tmp_path, capsys):
         main(
             [
                 "prepare",
-                "debug",
-                f"--data.path={tmp_path / 'a.jsonl'}",
+                "--data.path",
+                str(tmp_path / "a.jsonl"),
                 f"--data.cache={tmp_path / 'cache'}",
             ]
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from titanlite.config.load import flavors, load_config
+from titanlite.config.load import flavors, load_config, split_command_line
 from titanlite.config.schema import FROM_CHECKPOINT, ID_TYPES
 from titanlite.data.prepared import is_prepared
 from titanlite.data.verification import verify_changed
@@ -89,9 +89,8 @@ def run(argv: list[str]) -> int:
 
 def _prepare_config(argv: list[str]) -> int:
     """Prepares [data] of a configuration into the cache."""
-    positional = [word for word in argv if not word.startswith("-")]
-    if positional:
-        word = positional[0]
+    names, _ = split_command_line(argv)
+    for word in names[:1]:
         if word not in flavors() and not word.endswith(".toml") and Path(word).exists():
             raise ConfigError(
                 f"{word!r} is a file or folder, not a config: add --out FOLDER to prepare it"
