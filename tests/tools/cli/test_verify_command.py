@@ -54,6 +54,14 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capfd):
         (["--layout", "tp=2,tp=4"], ("parallel.tp", "twice")),
         (["--layout", ","], ("unknown key parallel.",)),
         (["--layout", "dp_shard=1000"], ("1000 processes", "at most 64")),
+        (
+            ["--loss.num_chunks=8", "--compile.loss", "--loss.z_loss=1e-4"],
+            (
+                "--loss.num_chunks and --compile.loss: each layout sets this",
+                "expected --layout loss.num_chunks=8,compile.loss=true",
+            ),
+        ),
+        (["--training.compute_dtype", "bfloat16"], ("--layout training.compute_dtype=bfloat16",)),
         (["nonsense"], ("'nonsense'", "no such file")),
     ],
 )

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.load import load_config
+from titanlite.config.load import load_config, split_command_line
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import named_tokenizer
@@ -15,11 +15,13 @@ from titanlite.tools.cli.options import StrictParser, at_least
 from titanlite.tools.verify.campaign import run_cases
 from titanlite.tools.verify.draw import draw_layouts
 from titanlite.tools.verify.ladder import (
+    BATCH_SIZES,
     MAX_PROCESSES,
     Case,
     adapters,
     compiler_of,
     ladder,
+    layout_settings,
     make_case,
     reason_not_fitting,
 )
@@ -34,7 +36,9 @@ difference divided by the norm)."""
 def run(argv: list[str]) -> int:
     """Runs the command. Returns 0 if every layout passed, 1 if any failed. Raises ConfigError."""
     options, rest = _options(argv)
-    device = _device(load_config(rest).run.device)
+    config = load_config(rest)
+    _require_used(rest)
+    device = _device(config.run.device)
     processes = options.processes or (_cuda_devices() if device == "cuda" else 4)
     if device == "cuda" and processes > _cuda_devices():
         raise ConfigError(
@@ -42,7 +46,7 @@ def run(argv: list[str]) -> int:
             "or --run.device=cpu"
         )
     compiler = compiler_of(device)
-    tokenizer = named_tokenizer(load_config(rest).data.tokenizer)
+    tokenizer = named_tokenizer(config.data.tokenizer)
     if options.layout:
         texts = options.layout
     elif options.lora:
@@ -161,3 +165,14 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
                 f"--json {options.json}: {error.strerror or error}; expected a file to write"
             ) from None
     return options, rest
+
+
+def _require_used(arguments: list[str]) -> None:
+    """Raises ConfigError for keys on the command line that each layout would replace."""
+    _, overrides = split_command_line(arguments)
+    replaced = {*layout_settings(), *BATCH_SIZES}
+    unused = [key for key in overrides if key.name in replaced]
+    if unused:
+        names = " and ".join(f"--{key.name}" for key in unused)
+        layout = ",".join(f"{key.name}={key.text}" for key in unused)
+        raise ConfigError(f"{names}: each layout sets this; expected --layout {layout}")

@@ -39,6 +39,19 @@ EXPERTS = {
     "model.expert_ffn_dim": "96",
     "loss.router_aux_loss": "0.1",
 }
+# The settings of each layout that names no others; batch sizes depend on the degrees
+SETTINGS = {
+    "training.batch_ramp": "",
+    # AdamW divides a gradient by its size. Where a gradient is only rounding error, the usual eps
+    # of 1e-8 turns a difference in the last bit into a whole learning rate. With 1e-5, here and in
+    # the reference, it stays small.
+    "optimizer.eps": "1e-5",
+    "optimizer.muon_dtype": "float32",
+    "training.compute_dtype": "float32",
+    "training.reduce_dtype": "float32",
+    "compile.enabled": "false",
+}
+BATCH_SIZES = ("training.global_batch_size", "training.local_batch_size")
 TWO_RANKS = ("dp_shard=2", "tp=2", "cp=2", "pp=2")  # each axis alone
 
 
@@ -85,6 +98,18 @@ def parse_layout(text: str) -> list[tuple[str, str]]:
     return pairs
 
 
+def layout_settings() -> dict[str, str]:
+    """The keys that replace those of a config, with their values: the defaults of its layout, but
+    for the terms of the loss, and `SETTINGS`.
+    """
+    settings: dict[str, str] = {}
+    for section in LAYOUT:
+        for field in dataclasses.fields(sections()[section]):
+            if field.name not in ("z_loss", "router_aux_loss"):
+                settings[f"{section}.{field.name}"] = json.dumps(field.default).strip('"')
+    return settings | SETTINGS
+
+
 def make_case(arguments: list[str], layout: str, device: str) -> Case:
     """The config of a layout: model, data and optimizer of `arguments`, and fitting batch sizes."""
     given = dict(parse_layout(layout))
@@ -104,25 +129,11 @@ def make_case(arguments: list[str], layout: str, device: str) -> Case:
     # A multiple of what all ranks read at once; with one data-parallel rank, two local batches
     at_once = local_batch_size * data_size
     global_batch_size = math.ceil(SEQUENCES / at_once) * at_once
-    # The layout of `arguments` is replaced by the defaults, but for the terms of the loss
-    options: dict[str, str] = {}
-    for section in LAYOUT:
-        for field in dataclasses.fields(sections()[section]):
-            if field.name not in ("z_loss", "router_aux_loss"):
-                options[f"{section}.{field.name}"] = json.dumps(field.default).strip('"')
+    options = layout_settings()
     options |= {f"parallel.{axis}": degree for axis, degree in degrees.items()}
     options["training.global_batch_size"] = str(global_batch_size)
     options["training.local_batch_size"] = str(local_batch_size)
-    options["training.batch_ramp"] = ""
-    # AdamW divides a gradient by its size. Where a gradient is only rounding error, the usual eps
-    # of 1e-8 turns a difference in the last bit into a whole learning rate. With 1e-5, here and in
-    # the reference, it stays small.
-    options["optimizer.eps"] = "1e-5"
-    options["optimizer.muon_dtype"] = "float32"
     options["run.device"] = device
-    options["training.compute_dtype"] = "float32"
-    options["training.reduce_dtype"] = "float32"
-    options["compile.enabled"] = "false"
     if given.get("recompute.mode") == "memory_budget":  # which is the compiler's
         options["compile.enabled"] = "auto"
     options |= given
