@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from messages import assert_mentions, run_refused
 from runs import train_run
 
 from titanlite.checkpoint.folders import list_steps, sweep
+from titanlite.checkpoint.manifest import SEAL
 from titanlite.checkpoint.retention import delete_step
 from titanlite.distributed.run_folder import lock
 from titanlite.tools.cli.checkpoint_command import _config_differences
@@ -76,6 +78,17 @@ def test_verify_reads_everything(run_folder, capsys):
     assert main(["checkpoint", "verify", str(run_folder / "checkpoints/step-4")]) == 0
     assert main(["checkpoint", "verify", str(run_folder / "nothing")]) == 2
     assert_mentions(capsys.readouterr().err, str(run_folder / "nothing"), "no checkpoint")
+    assert main(["checkpoint", "verify", str(run_folder / "checkpoints/step-999")]) == 2
+    assert_mentions(capsys.readouterr().err, "step-999: no such folder", "1, 2, 3, 4")
+    # The manifest of another version, before a damaged step and an intact one
+    manifest = run_folder / "checkpoints/step-1/manifest.json"
+    body = manifest.read_text().rpartition(SEAL)[0].replace('"format": 3', '"format": 4')
+    manifest.write_text(body + SEAL + hashlib.sha256(body.encode()).hexdigest() + '"}\n')
+    assert main(["checkpoint", "verify", str(run_folder)]) == 1
+    out = capsys.readouterr().out
+    assert_mentions(out, f"not verified: {manifest}: format 4", f"damaged: {shard}")
+    assert out.count("complete") == 2
+    assert main(["checkpoint", "verify", str(manifest.parent)]) == 2
 
 
 def test_show_and_diff(run_folder, capsys):

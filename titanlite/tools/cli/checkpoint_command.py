@@ -23,7 +23,7 @@ from titanlite.checkpoint.manifest import CorruptCheckpoint, read_manifest
 from titanlite.checkpoint.retention import Retention, delete_step, read_proof, steps_to_delete
 from titanlite.checkpoint.step_files import file_problems, verify_files
 from titanlite.distributed.run_folder import lock
-from titanlite.runtime.errors import ConfigError, printable
+from titanlite.runtime.errors import EXIT_CONFIG, ConfigError, printable
 from titanlite.runtime.progress import progress_bar
 from titanlite.tools.cli.options import StrictParser, at_least
 from titanlite.tools.formats.convert import describe
@@ -135,9 +135,10 @@ def _described(path: Path) -> tuple[str, str, str, str, str]:
 def verify(path: Path) -> int:
     """Hashes every file of a checkpoint, or of all checkpoints of a run.
 
-    Returns 1 if any is damaged.
+    Returns 1 if any is damaged, else 2 if any cannot be verified.
     """
     damaged = False
+    unread = False
     for folder in _step_folders(path):
         started = time.monotonic()
         try:
@@ -146,6 +147,10 @@ def verify(path: Path) -> int:
                 problems = verify_files(folder, manifest, progress=bar.update)
         except CorruptCheckpoint as error:
             problems = error.problems
+        except ConfigError as error:  # another format version, or no permission
+            print(f"not verified: {error}")
+            unread = True
+            continue
         for problem in problems:
             print(f"damaged: {problem}")
             damaged = True
@@ -155,7 +160,9 @@ def verify(path: Path) -> int:
             gb = manifest.size / 1e9
             size = f"{len(manifest.files)} files, {gb:.3f} GB"
             print(f"{folder}: {size}, complete{note} ({seconds:.2f} s, {gb / seconds:.2f} GB/s)")
-    return EXIT_DAMAGED if damaged else 0
+    if damaged:
+        return EXIT_DAMAGED
+    return EXIT_CONFIG if unread else 0
 
 
 def _step_folders(path: Path) -> list[Path]:
@@ -163,7 +170,11 @@ def _step_folders(path: Path) -> list[Path]:
 
     Raises ConfigError for a checkpoint of another format, which has no hashes.
     """
-    if (path / "manifest.json").exists() or re.fullmatch(r"step-\d+", path.name):
+    named = re.fullmatch(r"step-\d+", path.name)
+    if named and not path.is_dir():
+        steps = _listed(list_steps(path.parent))
+        raise ConfigError(f"{path}: no such folder; steps there: {steps}")
+    if named or (path / "manifest.json").exists():
         return [path]
     if path.exists() and not is_step_folder(path):
         form = open_full_state(path).about.format
