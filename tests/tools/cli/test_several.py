@@ -107,6 +107,7 @@ def children_of(process: subprocess.Popen) -> list[int]:
     [
         (signal.SIGKILL, 137, KILLED),
         (signal.SIGINT, 130, ""),
+        (signal.SIGTERM, 143, ""),
     ],
 )
 def test_a_killed_process_and_ctrl_c_end_all(checkpoint, number, code, message):
@@ -154,6 +155,17 @@ def test_freed_weights_go_back_to_the_system_unless_the_user_has_chosen(monkeypa
     monkeypatch.setattr(processes, "Signals", lambda: Namespace(requests=0))
     assert start("generate", ["x"], 2) == 7
     assert ("MALLOC_MMAP_THRESHOLD_" in given[0]) == (not chosen)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "expected"),
+    [(signal.SIGTERM, 75, 143), (signal.SIGUSR1, 75, 138), (signal.SIGTERM, 0, 0)],
+)
+def test_a_signal_is_the_exit_code_unless_all_had_finished(monkeypatch, number, code, expected):
+    signals = Namespace(requests=1, number=number)
+    monkeypatch.setattr(processes, "run", lambda *arguments: code)
+    monkeypatch.setattr(processes, "Signals", lambda: signals)
+    assert start("generate", ["x"], 2) == expected
 
 
 def test_only_the_first_process_starts_others(monkeypatch):

@@ -61,13 +61,15 @@ class Signals:
 
     def __init__(self) -> None:
         self.requests = 0
-        self.first = 0.0  # when the first one came, by the monotonic clock
+        self.number = 0  # of the first signal
+        self.first = 0.0  # when it came, by the monotonic clock
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda number, frame: self.receive())
+            signal.signal(number, lambda number, frame: self.receive(number))
 
-    def receive(self) -> None:
+    def receive(self, number: int) -> None:
         now = time.monotonic()
         if not self.requests:
+            self.number = number
             self.first = now
         if not self.requests or now > self.first + 1:
             self.requests += 1

@@ -59,8 +59,8 @@ def start(command: str, argv: list[str], count: int) -> int:
     program = interpreter.call(worker, command, *argv)[1:]
     signals = processes.Signals()
     code = processes.run(program, variables, processes.Group(1, 0, count, LOOPBACK, 0), signals)
-    if signals.requests:
-        return 128 + signal.SIGINT
+    if code and signals.requests:
+        return 128 + signals.number
     return code
 
 
