@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 
 import pytest
 from messages import refused
 
-from titanlite.tools.cli.evaluate_command import run
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.cli.evaluate_command import _report, run
+from titanlite.tools.evaluate import record
 
 
 @pytest.mark.slow
@@ -44,6 +47,21 @@ def test_another_format_is_not_recorded(whole_run, text_file, tmp_path):
         values.append(json.loads(found.read_bytes())["results"])
     assert values[0] == values[1]
     assert sorted(path.name for path in folder.iterdir()) == sorted({*before, "evaluations.jsonl"})
+
+
+def test_json_is_written_also_if_the_run_folder_is_read_only(monkeypatch, tmp_path):
+    def refuse(*arguments):
+        raise ConfigError("read-only")
+
+    monkeypatch.setattr(record, "run_folder_of", lambda full: tmp_path)
+    monkeypatch.setattr(record, "append", refuse)
+    found = tmp_path / "found.json"
+    options = Namespace(json=found, limit=None, dtype="float32", weights="model")
+    full = Namespace(path=tmp_path, about=Namespace(step=3))
+    results = {"numbers": {"loss": 1.5}}
+    with refused("read-only"):
+        _report(options, full, 64, results)
+    assert json.loads(found.read_bytes())["results"] == results
 
 
 def test_wrong_input(whole_run, text_file, tmp_path):

@@ -5,19 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.config.schema import DataConfig
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import replace_file
 from titanlite.tools.cli.options import (
     StrictParser,
     add_checkpoint_options,
     at_least,
     log,
     selection_of,
+    write_file,
 )
 from titanlite.tools.cli.several import add_processes_option, is_to_start, join, start
 
@@ -74,7 +73,7 @@ def _report(
     length: int,
     results: dict[str, dict[str, float]],
 ) -> None:
-    """Prints the results, and writes them to the run's folder and to --json."""
+    """Prints the results, and writes them to --json and to the run's folder."""
     from titanlite.tools.evaluate.record import append, run_folder_of
 
     print("\n".join(_table(results)))
@@ -83,19 +82,14 @@ def _report(
         for metric, value in values.items():
             columns[f"evaluate/{name}/{metric}"] = value
     settings = {"limit": options.limit, "seq_len": length, "dtype": options.dtype}
+    if options.json:  # first: a run's folder may be read-only
+        origin = {"checkpoint": str(full.path), "step": full.about.step}
+        content = json.dumps({**origin, **settings, "results": results}) + "\n"
+        write_file("--json", options.json, content)
     folder = run_folder_of(full)
     if folder and full.about.step is not None:
         path = append(folder, full.about.step, options.weights, columns, settings)
-        print(f"recorded in {path}", file=sys.stderr)
-    if options.json:
-        origin = {"checkpoint": str(full.path), "step": full.about.step}
-        content = json.dumps({**origin, **settings, "results": results}) + "\n"
-        try:
-            replace_file(options.json.absolute(), content.encode())
-        except OSError as error:
-            raise ConfigError(
-                f"--json {options.json}: {error.strerror or error}; expected a file to write"
-            ) from None
+        log(f"recorded in {path}")
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
