@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def printed(capsys, *arguments: str) -> str:
-    assert plan_command.run([*arguments, "--estimate"]) == 0
+    how = [] if "--search" in arguments else ["--estimate"]
+    assert plan_command.run([*arguments, *how]) == 0
     return str(capsys.readouterr().out)
 
 
@@ -189,11 +190,13 @@ def test_the_best_layout_is_a_config_that_fits(capsys, tmp_path):
         (["--gpuss=8"], "unknown option --gpuss=8; did you mean"),
         (["--gpus=3", "--parallel.tp=2"], "does not divide the 3 processes"),
         (["--out=best.toml"], "--out: only with --search"),
-        (["--search", "--mfu=0.5"], "--mfu: not with --search"),
+        (
+            ["--search", "--mfu=0.5", "--prices=nothing.toml", "--mtbf-hours=9"],
+            "--mfu and --estimate and --prices and --mtbf-hours: not with --search",
+        ),
         (["--tokens-per-second=90000"], "90000 tokens/s per GPU: need "),
         (["--tokens="], "--tokens"),
         (["--prices=nothing.toml"], "nothing.toml"),
-        (["--search", "--out=/nowhere/best.toml"], "--out /nowhere/best.toml"),
     ],
     ids=" ".join,
 )
@@ -201,6 +204,11 @@ def test_mistakes_are_one_error(arguments, message):
     with pytest.raises(ConfigError) as caught:
         plan_command.run(["llama3_8b", "--estimate", *arguments])
     assert message in "\n".join(caught.value.problems)
+
+
+def test_a_file_that_cannot_be_written_is_named():
+    with pytest.raises(ConfigError, match=r"--out /nowhere/best\.toml"):
+        plan_command.run(["llama3_8b", "--search", "--out=/nowhere/best.toml"])
 
 
 def test_an_estimate_imports_no_torch():

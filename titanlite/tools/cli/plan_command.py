@@ -50,6 +50,17 @@ where blocks are not compiled, the activations are counted, and only times are e
 docs/plan.md says what the numbers are."""
 MAX_GPUS = 2**20
 WORTH_SAYING = 0.05  # of the time of a step
+OF_A_LAYOUT = (  # options that --search does not use
+    "tokens",
+    "flops",
+    "days",
+    "mfu",
+    "tokens_per_second",
+    "estimate",
+    "prices",
+    "mtbf_hours",
+    "save_seconds",
+)
 SAVE_BANDWIDTH = 1e9  # bytes per second and node, unless --save-seconds is given
 
 
@@ -70,13 +81,13 @@ def run(argv: list[str]) -> int:
     if options.out and not options.search:
         raise ConfigError("--out: only with --search; expected both")
     if options.search:
-        for name in ("tokens", "flops", "days", "mfu", "tokens_per_second"):
-            if getattr(options, name) is not None:
-                option = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{option}: not with --search; plan the layout that it finds")
+        given = [name for name in OF_A_LAYOUT if getattr(options, name) not in (None, False)]
+        if given:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ConfigError(f"{names}: not with --search; plan the layout that it finds")
         _, overrides = split_command_line(rest)
-        given = frozenset(override.name for override in overrides)
-        return _search(config, llama, gpus, machine, given, options)
+        held = frozenset(override.name for override in overrides)
+        return _search(config, llama, gpus, machine, held, options)
     if not options.estimate:
         log(f"tracing a step of {config.model.flavor} on {gpus} GPUs; --estimate takes a second")
     plan = make_plan(config, llama, gpus, machine, exact=not options.estimate)
@@ -188,7 +199,6 @@ def _parser() -> StrictParser:
     parser.add_argument(
         "--mtbf-hours",
         type=at_least(float, 1e-3),
-        default=GPU_MTBF_HOURS,
         metavar="H",
         help="of a GPU, between two failures",
     )
@@ -269,7 +279,7 @@ def _interval(plan: Plan, options: argparse.Namespace) -> SaveInterval:
     nodes = -(-plan.gpus // plan.machine.gpus_per_node)
     size = checkpoint_bytes(plan.llama, plan.config)
     saving = options.save_seconds or size / (SAVE_BANDWIDTH * nodes)
-    return save_interval(saving, plan.gpus, options.mtbf_hours)
+    return save_interval(saving, plan.gpus, options.mtbf_hours or GPU_MTBF_HOURS)
 
 
 def _run_lines(plan: Plan, budget: Budget | None, options: argparse.Namespace) -> list[str]:
