@@ -143,15 +143,18 @@ def test_processes_that_were_started_end_if_the_next_cannot_be(signals, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("limit", "enough"), [(16, False), (32, False), (71, False), (72, True), (-1, True)]
+    ("limit", "node", "needed"),
+    [(16, 0, 72), (71, 0, 72), (72, 0, 72), (67, 1, 68), (68, 1, 68), (-1, 0, 72)],
 )
-def test_too_few_open_files_are_refused(monkeypatch, signals, limit, enough):
+def test_too_few_open_files_are_refused(monkeypatch, signals, limit, node, needed):
+    """Of a run of two nodes: node 0 serves the store."""
+    group = ONE._replace(num_nodes=2, node=node)
     monkeypatch.setattr(processes.resource, "getrlimit", lambda kind: (limit, limit))
-    if enough:
-        assert processes.run(["-c", ""], {}, TWO, signals) == 0
+    if limit >= needed or limit == -1:
+        assert processes.run(["-c", ""], {}, group, signals) == 0
     else:
-        with refused(f"ulimit -Hn = {limit}", "at least 72"):
-            processes.run(["-c", ""], {}, TWO, signals)
+        with refused(f"ulimit -Hn = {limit}", f"at least {needed}"):
+            processes.run(["-c", ""], {}, group, signals)
     # One process communicates with none
     assert processes.run(["-c", ""], {}, ONE, signals) == 0
 

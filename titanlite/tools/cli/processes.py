@@ -38,11 +38,12 @@ from titanlite.runtime.errors import (
 GRACE = 30.0
 HUNG_GRACE = 2.0
 PERIOD = 0.05  # seconds between checks of the processes and the signals
-# Descriptors that rank 0 needs: it serves the store, with two connections per rank, and gloo
-# connects all ranks twice, for training and for checkpoints. Counted: 61 with 2 ranks, 69 with 4,
-# 85 with 8.
+# Descriptors that a process needs: gloo connects all ranks twice, for training and for checkpoints,
+# and rank 0 serves the store, with two connections per rank. Counted: 43 + 2 per rank, and in rank
+# 0 53 + 4 per rank. The others are for the files that a run opens.
 OPEN_FILES = 64
-OPEN_FILES_PER_RANK = 4
+OPEN_FILES_PER_RANK = 2
+OPEN_FILES_OF_THE_STORE = 2  # per rank
 RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -131,7 +132,7 @@ def run(command: list[str], variables: dict[str, str], group: Group, signals: Si
     inherited |= variables | interpreter.environment() | {LAUNCHER: str(os.getpid())}
     if group.world_size == 1:
         return wait({0: start(command, inherited)}, signals)
-    require_open_files(group.world_size)
+    require_open_files(group)
     port = group.port
     listener: socket.socket | None = None
     if group.node == 0:
@@ -161,18 +162,20 @@ def run(command: list[str], variables: dict[str, str], group: Group, signals: Si
             process.kill()
 
 
-def require_open_files(world_size: int) -> None:
+def require_open_files(group: Group) -> None:
     """Raises ConfigError if a process may not open enough files: gloo would abort.
 
     A process raises its soft limit.
     """
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = OPEN_FILES + OPEN_FILES_PER_RANK * world_size
+    per_rank = OPEN_FILES_PER_RANK
+    if group.node == 0:
+        per_rank += OPEN_FILES_OF_THE_STORE
+    needed = OPEN_FILES + per_rank * group.world_size
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise ConfigError(
-            f"ulimit -Hn = {limit}: {world_size} processes that communicate need {needed} open "
-            "files each; "
-            f"expected a hard limit of at least {needed}"
+            f"ulimit -Hn = {limit}: with {group.world_size} processes one of node {group.node} "
+            f"needs {needed} open files; expected a hard limit of at least {needed}"
         )
 
 
