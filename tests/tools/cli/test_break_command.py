@@ -8,7 +8,9 @@ import pytest
 from messages import assert_mentions
 
 from titanlite.tools.cli.main import main
+from titanlite.tools.faults import quiz
 from titanlite.tools.faults.catalogue import FAULTS
+from titanlite.tools.verify.pool import WorkerError
 
 
 def test_list_has_every_name(capsys):
@@ -24,6 +26,15 @@ def test_mistakes_are_answered(capsys):
     assert_mentions(capsys.readouterr().err, "rank-mean", "did you mean rank-means?", "--list")
     assert main(["break", "--shwo"]) == 2
     assert_mentions(capsys.readouterr().err, "--shwo", "did you mean --show?")
+
+
+def test_a_run_that_fails_is_its_message(monkeypatch, capsys):
+    def fail(*arguments):
+        raise WorkerError("rank 1 did not answer")
+
+    monkeypatch.setattr(quiz, "run_fault", fail)
+    assert main(["break", "rope-rows", "--show"]) == 1
+    assert "rope-rows: not compared, a process failed\nrank 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow

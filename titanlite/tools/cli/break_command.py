@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from titanlite.tools.cli.options import StrictParser
+from titanlite.tools.cli.options import StrictParser, log
 
 EPILOG = """Each fault is a small patch of the running program, most of them shipped by other
 trainers (docs/faults.md). The command shows the patch and the layout, asks which figure of
@@ -17,7 +17,10 @@ patch exists in worker processes only."""
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command. Returns 0, also if a prediction was wrong. Raises ConfigError."""
+    """Runs the command. Returns 0, also if a prediction was wrong, or 1 if a run has failed.
+
+    Raises ConfigError.
+    """
     options = _options(argv)
     # Imports torch, like the parts that the faults patch
     from titanlite.tools.faults.catalogue import FAULTS, find_fault
@@ -31,21 +34,26 @@ def run(argv: list[str]) -> int:
 
     from titanlite.tools.faults.experiment import Experiments
     from titanlite.tools.faults.quiz import run_fault
-    from titanlite.tools.verify.pool import Pool
+    from titanlite.tools.verify.pool import Pool, WorkerError
 
     ask = None if options.show or not sys.stdin.isatty() else input
     pool = Pool(["titanlite.tools.faults.experiment"], quiet=True)
+    code = 0
     with tempfile.TemporaryDirectory() as folder:
         experiments = Experiments(pool, Path(folder))
         for i, fault in enumerate(faults):
             try:
-                run_fault(fault, experiments, ask)
+                try:
+                    run_fault(fault, experiments, ask)
+                except WorkerError as error:
+                    log(f"{fault.name}: not compared, a process failed\n{error}")
+                    code = 1
                 if ask is not None and i < len(faults) - 1:
                     ask("\nEnter: the next fault; Ctrl-D: the end ")
             except EOFError:
                 print()
                 break
-    return 0
+    return code
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
