@@ -141,7 +141,7 @@ def draw_streams(calls: list[tuple[str, str]]) -> str:
 def _draw_part(
     picture: Canvas, streams: Streams, title: str, first: int, last: int, y: float
 ) -> float:
-    """The three streams between two times; returns where the next part begins."""
+    """Draws the three streams from time `first` to `last`; returns where the next part begins."""
     left = 82
     scale = (WIDTH - 8 - left) / (last - first)
     lanes = [

@@ -243,7 +243,7 @@ class Checkpointer:
     def prove(self, loss: float) -> None:
         """Marks the newest checkpoint as proven, after a later step with finite loss and gradient.
 
-        Rank 0 then deletes older ones. `loss`: the later step's, over all ranks.
+        Rank 0 then deletes older ones. `loss`: that of the later step, over all ranks.
         """
         if self.newest.proven:
             return

@@ -139,7 +139,7 @@ def use_deterministic_operators() -> None:
     torch.use_deterministic_algorithms turns it off (read in torch 2.13; 2.11 has not been checked).
     Attention: torch then skips cuDNN's kernel and runs the deterministic backward of the others;
     the Triton kernels of FlexAttention use no atomics. On a CPU all operators that a run uses are
-    deterministic already, for the same number of threads. Not covered: another layout, batch
+    deterministic already, if the number of threads is equal. Not covered: another layout, batch
     division, GPU or version of torch, all of which change the order of sums.
 
     What it costs: on a GPU, the kernels are slower than those that are not used; not measured.

@@ -1,8 +1,8 @@
 """Phases of a run: the main thread's current activity, for the watchdog and for step times.
 
 What it is: components call `mark_phase` where a phase begins; it lasts until the next mark. The
-watchdog listens, to distinguish progress from a hang, and names the phase in its message. Step
-times listen, and add the time between two marks to a part of the step.
+watchdog listens, to distinguish progress from a hang, and names the phase in its message.
+`StepTimes` listens too, and adds the time between two marks to a part of the step.
 Why it is here: all properties of a phase are in one table, so a reworded text changes no column of
 metrics.jsonl, and no phase can lack a property.
 What it costs: a call per listener and mark, under a microsecond on CPU.

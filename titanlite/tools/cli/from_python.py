@@ -223,7 +223,7 @@ def _last_values(path: Path) -> dict[str, Any]:
 
 
 def child(caller: str, file_number: str, *argv: str) -> int:
-    """Runs `titanlite train` for the process `caller`, in the child.
+    """Trains in the child, and stops the run when the process `caller` has ended.
 
     Writes problems of the input to a file.
     """

@@ -36,7 +36,7 @@ class Fitted:
     constant_error: Error  # of this one MFU for all layouts
 
     def error_of(self, kind: str) -> tuple[str, Error]:
-        """The error of a kind of layouts, and what it is of; of all if the kind has few rows."""
+        """A label and the error of this kind of layouts, or of all if the kind has few rows."""
         found = self.by_kind.get(kind)
         if found is None or found.rows < MIN_ROWS:
             return "all layouts", self.error

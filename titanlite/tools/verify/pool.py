@@ -1,7 +1,7 @@
 """Runs a function on several ranks, with new processes for each call.
 
-What it is: the process pool of `titanlite verify` and of the tests. The earliest error of any rank
-is raised. If a rank dies or exceeds the time-out, all ranks are ended.
+What it is: the process pool of `titanlite verify`, `break` and `learn`, and of the tests. The
+earliest error of any rank is raised. If a rank dies or exceeds the time-out, all ranks are ended.
 Why it is here: torch caches what depends on a mesh (placements, compiled blocks). In a process that
 had an earlier mesh of the same shape, a cached entry would refer to process groups that no longer
 exist. So each call has new processes.
