@@ -191,13 +191,14 @@ def main(config: Config) -> int:
                 stream.step_samples,
                 parts,
                 probes,
-                checkpoint.wait_for_staging,  # a save may still be copying what an update changes
+                checkpoint.saver.wait_for_staging,  # a save may still copy what an update changes
             )
             metrics.count_step(stream.step_positions, num_tokens, num_targets)
 
             # After some steps: log, validate, save, stop. All ranks take the same branches
             agreed = requests.agree(
-                save=checkpoint.minutes_passed(), trouble=checkpoint.failed or parts.guard.noticed
+                save=checkpoint.minutes_passed(),
+                trouble=checkpoint.saver.failed or parts.guard.noticed,
             )
             finished = progress.step == training.steps
             last = finished or agreed.stop

@@ -179,7 +179,7 @@ SETS_ATTRIBUTES = {
         "stage._PipelineStageBase._get_init_p2p_neighbors_ops",
     },
     "titanlite/distributed/process_group.py": {"os.environ['GLOO_SOCKET_IFNAME']"},
-    "titanlite/model/block_mask.py": {"model.document_mask"},
+    "titanlite/parallel/parallelize.py": {"model.document_mask"},
     "titanlite/observe/logging.py": {"logger.propagate", "logging.raiseExceptions"},
     "titanlite/observe/waits.py": {
         "dist[name]",

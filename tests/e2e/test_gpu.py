@@ -19,9 +19,9 @@ from titanlite.checkpoint.async_save import AsyncSaver
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.data.rows import Batch
 from titanlite.data.to_device import prefetch
-from titanlite.model import block_mask
 from titanlite.model.flavors import FLAVORS
 from titanlite.observe.start_and_end import attention_kernel
+from titanlite.parallel import parallelize
 from titanlite.parallel.float8 import Scaling, float8_linear
 from titanlite.tools.verify.pool import Pool
 
@@ -113,7 +113,7 @@ def test_flex_attention_in_compiled_blocks_is_that_outside_of_them(pool, argumen
 
 
 def train_with_a_tensor(arguments: list[str]) -> int:
-    block_mask.SMALLEST_HEAD = 1000
+    parallelize.SMALLEST_HEAD = 1000
     return train_run(arguments)
 
 

@@ -18,6 +18,7 @@ from titanlite.model import block_mask
 from titanlite.model.attention import attention, document_mask, share_heads
 from titanlite.model.flavors import FLAVORS
 from titanlite.observe.start_and_end import attention_kernel
+from titanlite.parallel import parallelize
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile
 
@@ -232,7 +233,7 @@ def test_where_flex_attention_cannot_run_masks_are_tensors(
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     caplog.set_level(logging.INFO)
     model = small_model(config=dataclasses.replace(SMALL, dim=dim))
-    block_mask.apply_block_mask(model, no_compiler)
+    parallelize.apply_block_mask(model, no_compiler)
     mask = model.document_mask(number_documents(16))
     assert isinstance(mask, torch.Tensor) == bool(message)
     assert message in caplog.text

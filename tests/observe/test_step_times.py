@@ -215,8 +215,6 @@ def test_a_slow_rank_is_named(pool, arguments, tmp_path, layout, rank, phase):
             assert row[f"time/{phase}"] >= delay
         else:
             assert row["time/communication"] >= delay / 2
-    warning = f"rank {rank} is slow: "
-    assert (tmp_path / "debug/log.txt").read_text().count(warning) == 1, "once in ten minutes"
 
 
 def test_without_the_key_nothing_is_recorded(pool, arguments, tmp_path):

@@ -158,21 +158,10 @@ class Checkpointer:
         passed = 0 < seconds <= time.monotonic() - self._saved_at
         return passed and dist.get_rank() == 0
 
-    def wait_for_staging(self) -> None:
-        """Waits until a save in progress has copied parameters and optimizer state, so that they
-        may change.
-        """
-        self.saver.wait_for_staging()
-
     @property
     def unproven(self) -> bool:
         """Whether this process has not yet proven the newest checkpoint."""
         return not self.newest.proven
-
-    @property
-    def failed(self) -> bool:
-        """Whether an asynchronous save has failed on this process; `close` raises its error."""
-        return self.saver.failed
 
     def due(self, step: int, requested: bool) -> bool:
         """Whether to save after this step. `requested`: it is the last step, or all ranks have

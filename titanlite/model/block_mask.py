@@ -16,42 +16,14 @@ rounded up to blocks.
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from titanlite.model.flavors import LlamaConfig
-
-logger = logging.getLogger("titanlite")
 BLOCK = 128  # FlexAttention's default
 SMALLEST_HEAD = 16  # the smallest head width that its kernels support
-
-
-class HasMasks(Protocol):
-    """The attributes of a Llama that `apply_block_mask` uses."""
-
-    # Not Llama itself: llama.py imports attention.py, which imports this file
-    config: LlamaConfig
-    document_mask: Callable[..., Any]
-
-
-def apply_block_mask(model: HasMasks, no_compiler: str) -> None:
-    """Lets the model make block masks. Where FlexAttention cannot run, masks remain tensors.
-
-    `no_compiler`: why nothing can be compiled on this device; empty if it can.
-    """
-    head_dim = model.config.head_dim
-    reason = no_compiler
-    if not reason and head_dim < SMALLEST_HEAD:
-        reason = f"heads of {head_dim} numbers"
-    if reason:
-        logger.info("attention reads a mask of B x S x S bytes: %s", reason)
-    else:
-        model.document_mask = block_mask
 
 
 def block_mask(

@@ -23,7 +23,7 @@ import torch
 
 from titanlite.config.schema import MetricsConfig
 from titanlite.observe.memory import memory_columns, peak_memory_gib
-from titanlite.observe.ranks import Ranks
+from titanlite.observe.ranks import compare_ranks
 from titanlite.runtime.phases import Phase, add_listener, remove_listener
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")  # parts of a step
@@ -149,7 +149,6 @@ class StepTimes:
         self.enabled = config.step_times
         self.has_waits = config.step_times and config.rank_waits
         self.device = device
-        self.ranks = Ranks(device)
         self.clock: HostClock | EventClock = HostClock()
         if device.type == "cuda":
             self.clock = EventClock(device)
@@ -230,7 +229,8 @@ class StepTimes:
         if first or not self.window.begun:
             return {}
         row: dict[str, Any] = self.window.columns()
-        row |= self.ranks.columns(self.window.work, peak_memory_gib(self.device), self.has_waits)
+        memory = peak_memory_gib(self.device)
+        row |= compare_ranks(self.device, self.window.work, memory, self.has_waits)
         if not self.has_waits:
             del row["time/communication"]
         row |= memory_columns(self.device)

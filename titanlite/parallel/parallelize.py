@@ -21,6 +21,7 @@ recomputed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.config.schema import Config
 from titanlite.distributed.mesh import Mesh
-from titanlite.model.block_mask import apply_block_mask
+from titanlite.model.block_mask import SMALLEST_HEAD, block_mask
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile, compiles_experts, missing_for_inductor
 from titanlite.parallel.context_parallel import apply_cp
@@ -51,6 +52,8 @@ from titanlite.runtime.phases import Phase, mark_phase
 
 if TYPE_CHECKING:
     from titanlite.model.llama import Llama
+
+logger = logging.getLogger("titanlite")
 
 
 def build_model_parts(
@@ -133,6 +136,21 @@ def parallelize(model: Llama, config: Config, mesh: Mesh, compiled: bool) -> Non
         apply_fsdp(model, parallel, mesh, compute, reduce)
     elif training.compute_dtype != training.param_dtype:
         apply_mixed_precision(model, compute)
+
+
+def apply_block_mask(model: Llama, no_compiler: str) -> None:
+    """Lets the model make block masks. Where FlexAttention cannot run, masks remain tensors.
+
+    `no_compiler`: why nothing can be compiled on this device; empty if it can.
+    """
+    head_dim = model.config.head_dim
+    reason = no_compiler
+    if not reason and head_dim < SMALLEST_HEAD:
+        reason = f"heads of {head_dim} numbers"
+    if reason:
+        logger.info("attention reads a mask of B x S x S bytes: %s", reason)
+    else:
+        model.document_mask = block_mask
 
 
 def freeze(model: Llama, patterns: Sequence[str], adapted: bool) -> None:

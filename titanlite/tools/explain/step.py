@@ -23,7 +23,7 @@ from titanlite.data.rows import Batch
 from titanlite.distributed.agreement import bitwise_or
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import LlamaConfig
-from titanlite.observe.ranks import Ranks
+from titanlite.observe.ranks import compare_ranks
 from titanlite.parallel.step import StepParts, Unmeasured, optimizer_step
 from titanlite.rules.degrees import num_processes
 from titanlite.tools.explain.event_recorder import EventRecorder
@@ -196,7 +196,7 @@ def take_step(parts: StepParts, batches: list[Batch], recorder: EventRecorder | 
     loss = float(mesh.sum_losses(result.loss))
     begins("metrics")
     parts.balance.columns()
-    Ranks(parts.device).columns(work=0.0, memory=0.0, has_waits=False)
+    compare_ranks(parts.device, work=0.0, memory=0.0, has_waits=False)
     return loss
 
 

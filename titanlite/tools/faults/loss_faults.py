@@ -1,8 +1,8 @@
 """Faults of the loss: a wrong divisor, wrong labels, or attention to the wrong tokens.
 
 What they have in common: the mean loss of a sequence hardly depends on these mistakes at the start
-of a run, when every token is equally likely. So they change the loss in its third or fourth digit,
-which no curve shows; only `padding-nan` makes it NaN.
+of a run, when every token is equally likely. So most change the loss in its third or fourth digit,
+which no curve shows; `padding-nan` makes it NaN.
 """
 
 from __future__ import annotations
