@@ -205,14 +205,16 @@ class Staging:
                 copies[part][name] = copy
                 pairs.append((_bytes(value), _bytes(copy)))
         moving: list[Future[None]] = []
-        for source, target in pairs:
-            if not _on_gpu(source):
-                # numpy, because torch would start a second OpenMP team for this thread
-                np.copyto(target.numpy(), source.numpy())
-                continue
-            for piece, place in zip(source.split(PIECE), target.split(PIECE), strict=True):
-                moving.append(self._threads.submit(self._move, piece, place, ready))
-        wait(moving)  # all, also if one fails: after this the state may change
+        try:
+            for source, target in pairs:
+                if not _on_gpu(source):
+                    # numpy, because torch would start a second OpenMP team for this thread
+                    np.copyto(target.numpy(), source.numpy())
+                    continue
+                for piece, place in zip(source.split(PIECE), target.split(PIECE), strict=True):
+                    moving.append(self._threads.submit(self._move, piece, place, ready))
+        finally:
+            wait(moving)  # all, also after an error: then the state may change
         for future in moving:
             future.result()
         return copies

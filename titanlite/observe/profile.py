@@ -142,5 +142,8 @@ def parse_ranks(text: str, world_size: int) -> set[int]:
 
 def summary(trace: profile) -> str:
     """Writes PyTorch's table: sums over the recorded steps."""
-    order = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    return trace.key_averages().table(sort_by=order, row_limit=ROWS)
+    averages = trace.key_averages()
+    order = "self_cpu_time_total"
+    if any(average.self_device_time_total > 0 for average in averages):
+        order = "self_device_time_total"
+    return averages.table(sort_by=order, row_limit=ROWS)

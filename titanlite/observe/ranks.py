@@ -2,9 +2,9 @@
 
 What it is: each rank's seconds of work per step, without the time spent waiting for others, and its
 peak memory. All ranks take equally long for a step, because each waits for the slowest; only the
-time without waits differs, so seconds are compared only with `metrics.rank_waits`. If it is always
-the same rank, causes are a throttled or shared device, slow storage, or a layout that gives ranks
-different work, such as unequal stages of a pipeline.
+time without waits differs, so seconds are compared only with `metrics.rank_waits`. A rank that is
+always the slowest has a throttled or shared device, slow storage, or more work, as in a pipeline of
+unequal stages.
 What it costs: one all-reduce of 16 bytes per rank, in logged steps.
 """
 

@@ -98,8 +98,8 @@ def path_problem(program: str) -> str:
     paths = {
         "the compiler": program,
         "torch": str(Path(torch.__file__).parent),
-        "inductor's cache folder (TORCHINDUCTOR_CACHE_DIR, or TMPDIR)": os.environ.get(
-            "TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir()
+        "inductor's cache folder (TORCHINDUCTOR_CACHE_DIR, or TMPDIR)": os.path.abspath(
+            os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
         ),
         "Python's library folder": sysconfig.get_config_var("LIBDIR") or "",
     }

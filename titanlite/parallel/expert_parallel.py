@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 # Rows that go to and come from each rank (2, ep), and the sum of the first -> the same as lists.
-# Another one than `read_sizes` is needed if tensors have no numbers, as in a planned step
+# A planned step replaces `read_sizes`, because its tensors have no values
 Reader: TypeAlias = Callable[[Tensor, int], tuple[list[int], list[int]]]
 
 

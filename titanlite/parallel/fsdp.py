@@ -32,8 +32,8 @@ The trade-offs, as keys of [parallel]:
   all weights gathered, b N bytes; `always` in a pipeline of M microbatches gathers each unit M + 1
   times per local batch; a number keeps weights sharded over that many ranks (for example those of
   one node), which do the second all-gather among themselves.
-* `reduce_every_microbatch = false` reduces gradients once per step, not after each local batch
-  (the microbatch of its name), and keeps them unsharded until then: r N bytes.
+* `reduce_every_microbatch = false` reduces gradients once per step, not after each local batch,
+  and keeps them unsharded until then: r N bytes.
 * `prefetch` gathers more units in advance, for b bytes per parameter of each.
 * `cpu_offload` keeps the 16 N/n bytes in CPU memory, with a copy in each direction and AdamW on the
   CPU.

@@ -122,8 +122,8 @@ def experts(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iter
     if config.lora.drops and config.recompute.mode == "selective":
         yield (
             f"lora.dropout = {config.lora.dropout:g} with model.num_experts = {llama.num_experts} "
-            "and recompute.mode = selective: attention is recomputed without the block around it, "
-            "which knows the dropout of a microbatch; expected recompute.mode = full or none"
+            "and recompute.mode = selective: the block holds the dropout mask, and selective "
+            "recomputes attention without the block; expected recompute.mode = full or none"
         )
     frozen = config.training.frozen_patterns
     if frozen and config.loss.router_aux_loss:

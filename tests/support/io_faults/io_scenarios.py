@@ -238,7 +238,7 @@ class Saving(Scenario):
             vocab_size=8,
             metadata=lambda validation_loss: RunMetadata({}, EMPTY, "", validation_loss),
         )
-        guard = SimpleNamespace(count_rollbacks=lambda count: None)
+        guard = SimpleNamespace(set_rollbacks=lambda count: None)
         state = Held()
         manager = Checkpointer(
             config, self.work / "run", {"model": state}, facts, torch.device("cpu"), guard

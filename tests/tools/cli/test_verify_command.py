@@ -57,11 +57,11 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capfd):
         (
             ["--loss.num_chunks=8", "--compile.loss", "--loss.z_loss=1e-4"],
             (
-                "--loss.num_chunks and --compile.loss: each layout sets this",
-                "expected --layout loss.num_chunks=8,compile.loss=true",
+                "--loss.num_chunks and --compile.loss: replaced by each layout",
+                "expected it in --layout",
             ),
         ),
-        (["--training.compute_dtype", "bfloat16"], ("--layout training.compute_dtype=bfloat16",)),
+        (["--training.compute_dtype", "bfloat16"], ("expected it in --layout",)),
         (["nonsense"], ("'nonsense'", "no such file")),
     ],
 )

@@ -35,7 +35,10 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(
     shutil.copytree(whole_run(), folder)
     target = folder / export_run.TARGETS[form]
     others = set(os.listdir(folder))
+    killed = folder / "titanlite-tmp-export" / target.name
+    killed.mkdir(parents=True)
     export_run.export_run(folder, form)
+    assert not killed.parent.exists()
     assert load_full_state(target).about.step in (6, None)
     weights = target / "model.safetensors" if form == "hf" else target
     whole = weights.read_bytes()

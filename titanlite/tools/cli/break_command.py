@@ -43,13 +43,12 @@ def run(argv: list[str]) -> int:
         experiments = Experiments(pool, Path(folder))
         for i, fault in enumerate(faults):
             try:
-                try:
-                    run_fault(fault, experiments, ask)
-                except WorkerError as error:
-                    log(f"{fault.name}: not compared, a process failed\n{error}")
-                    code = 1
+                run_fault(fault, experiments, ask)
                 if ask is not None and i < len(faults) - 1:
                     ask("\nEnter: the next fault; Ctrl-D: the end ")
+            except WorkerError as error:
+                log(f"{fault.name}: not compared, a process failed\n{error}")
+                code = 1
             except EOFError:
                 print()
                 break

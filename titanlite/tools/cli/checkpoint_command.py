@@ -262,9 +262,10 @@ def _difference(a: FullTensor, b: FullTensor) -> str:
     for start, stop in min(a.row_ranges(), b.row_ranges(), key=len):
         x = a.read(start, stop)
         y = b.read(start, stop)
-        differs = (x != y) & ~(x.isnan() & y.isnan())
+        both_nan = x.isnan() & y.isnan()
+        differs = (x != y) & ~both_nan
         x = x.double()
-        squares_of_a += x.square().sum()
+        squares_of_a += x[~both_nan].square().sum()
         if bool(differs.any()):
             distance = (x - y.double())[differs].abs()
             changed += len(distance)

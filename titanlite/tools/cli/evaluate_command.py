@@ -15,6 +15,7 @@ from titanlite.tools.cli.options import (
     add_checkpoint_options,
     at_least,
     log,
+    require_writable,
     selection_of,
     write_file,
 )
@@ -143,6 +144,8 @@ def _options(argv: list[str]) -> argparse.Namespace:
     options.split = options.split or "validation"
     if problems:
         raise ConfigError(problems)
+    if options.json:
+        require_writable("--json", options.json)
     return options
 
 

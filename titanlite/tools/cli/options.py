@@ -53,6 +53,16 @@ def write_file(option: str, path: Path, text: str) -> None:
         ) from None
 
 
+def require_writable(option: str, path: Path) -> None:
+    """Raises ConfigError, before the work begins, if a file of results cannot be written."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path}: {error.strerror or error}; expected a file to write"
+        ) from None
+
+
 def add_selection_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that select weights: the fields of a `Selection`."""
     parser.add_argument(

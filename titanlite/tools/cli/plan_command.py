@@ -86,8 +86,8 @@ def run(argv: list[str]) -> int:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise ConfigError(f"{names}: not with --search; plan the layout that it finds")
         _, overrides = split_command_line(rest)
-        held = frozenset(override.name for override in overrides)
-        return _search(config, llama, gpus, machine, held, options)
+        chosen = frozenset(override.name for override in overrides)
+        return _search(config, llama, gpus, machine, chosen, options)
     if not options.estimate:
         log(f"tracing a step of {config.model.flavor} on {gpus} GPUs; --estimate takes a second")
     plan = make_plan(config, llama, gpus, machine, exact=not options.estimate)

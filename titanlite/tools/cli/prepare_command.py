@@ -90,11 +90,11 @@ def run(argv: list[str]) -> int:
 def _prepare_config(argv: list[str]) -> int:
     """Prepares [data] of a configuration into the cache."""
     names, _ = split_command_line(argv)
-    for word in names[:1]:
-        if word not in flavors() and not word.endswith(".toml") and Path(word).exists():
-            raise ConfigError(
-                f"{word!r} is a file or folder, not a config: add --out FOLDER to prepare it"
-            )
+    word = names[0] if names else ""
+    if word and word not in flavors() and not word.endswith(".toml") and Path(word).exists():
+        raise ConfigError(
+            f"{word!r} is a file or folder, not a config: add --out FOLDER to prepare it"
+        )
     parser = _parser()
     own = [word.partition("=")[0] for word in argv if parser.is_known(word)]
     if own:

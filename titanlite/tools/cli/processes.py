@@ -174,8 +174,8 @@ def require_open_files(group: Group) -> None:
     needed = OPEN_FILES + per_rank * group.world_size
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise ConfigError(
-            f"ulimit -Hn = {limit}: with {group.world_size} processes one of node {group.node} "
-            f"needs {needed} open files; expected a hard limit of at least {needed}"
+            f"ulimit -Hn = {limit}: in a run of {group.world_size} processes, each on node "
+            f"{group.node} needs {needed} open files; expected a hard limit of at least {needed}"
         )
 
 

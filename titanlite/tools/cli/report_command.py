@@ -90,5 +90,5 @@ def _write_page(folders: list[Path], out: Path | None) -> None:
 
     path = out or folders[0] / NAME
     document = page(contents(read_runs(folders)))
-    write_file("--out", path, document)
+    write_file("--out" if out else "without --out,", path, document)
     print(path)

@@ -11,7 +11,7 @@ from titanlite.config.load import load_config, split_command_line
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.runtime.errors import ConfigError
 from titanlite.tokenizer.tokenizer import named_tokenizer
-from titanlite.tools.cli.options import StrictParser, at_least
+from titanlite.tools.cli.options import StrictParser, at_least, require_writable
 from titanlite.tools.verify.campaign import run_cases
 from titanlite.tools.verify.draw import draw_layouts
 from titanlite.tools.verify.ladder import (
@@ -158,12 +158,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)}: each chooses the layouts; expected one of them")
     if options.json:
-        try:
-            options.json.open("a").close()
-        except OSError as error:
-            raise ConfigError(
-                f"--json {options.json}: {error.strerror or error}; expected a file to write"
-            ) from None
+        require_writable("--json", options.json)
     return options, rest
 
 
@@ -171,8 +166,8 @@ def _require_used(arguments: list[str]) -> None:
     """Raises ConfigError for keys on the command line that each layout would replace."""
     _, overrides = split_command_line(arguments)
     replaced = {*layout_settings(), *BATCH_SIZES}
-    unused = [key for key in overrides if key.name in replaced]
+    unused = dict.fromkeys(f"--{key.name}" for key in overrides if key.name in replaced)
     if unused:
-        names = " and ".join(f"--{key.name}" for key in unused)
-        layout = ",".join(f"{key.name}={key.text}" for key in unused)
-        raise ConfigError(f"{names}: each layout sets this; expected --layout {layout}")
+        raise ConfigError(
+            f"{' and '.join(unused)}: replaced by each layout; expected it in --layout"
+        )

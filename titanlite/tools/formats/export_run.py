@@ -2,9 +2,9 @@
 
 What it is: `titanlite convert` of the newest checkpoint into the run's folder. The new export then
 takes the place of that of an earlier end of the run; where it cannot be written, the earlier one
-stays.
-What it costs: reading and writing the model once, and the comparison of the two; the disk space of
-both exports for a moment.
+stays. A kill between two renames leaves none, and `titanlite convert` writes it.
+What it costs: reading and writing the model once, and the comparison of the two; until then the
+disk space of both exports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import sync_folder
 from titanlite.tools.formats.convert import convert
 from titanlite.tools.formats.export import Options
-from titanlite.tools.formats.output_path import remove, temporary_path
+from titanlite.tools.formats.output_path import remove
 
 logger = logging.getLogger("titanlite")
 TARGETS = {"hf": "export-hf", "torch": "model.pt", "peft": "export-peft"}
@@ -31,6 +31,7 @@ NAMES = (  # of the files in an export's folder
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "README.md",  # of earlier releases
     "adapter_config.json",
     "adapter_model.safetensors",
 )
@@ -41,18 +42,25 @@ def export_run(folder: Path, form: str) -> None:
     complete.
     """
     target = folder / TARGETS[form]
-    new = folder / f"new-{TARGETS[form]}"
+    beside = folder / "titanlite-tmp-export"
+    remove(beside)  # of a run that was killed
     try:
         _require_an_export(target)
+        new = beside / target.name
         convert(folder, new, Options(to=form))
-        _replace(target, new)
+        if target.exists():
+            target.rename(beside / "earlier")
+        new.rename(target)
+        sync_folder(folder)
     except Exception as error:  # also of torch and safetensors
+        stays = ""
+        if target.exists():
+            stays = ", and an earlier one stays"
         logger.warning(
-            "checkpoint.export = %s: %s was not written (an earlier one stays): %s",
-            form,
-            target,
-            error,
+            "checkpoint.export = %s: %s was not written%s: %s", form, target, stays, error
         )
+    finally:
+        remove(beside)
 
 
 def _require_an_export(target: Path) -> None:
@@ -62,13 +70,3 @@ def _require_an_export(target: Path) -> None:
     for name in sorted(os.listdir(target)):
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in NAMES):
             raise ConfigError(f"{target}: holds {name}, which is not of an export; move it")
-
-
-def _replace(target: Path, new: Path) -> None:
-    """Gives the new export the name of the earlier one, and removes that."""
-    earlier = temporary_path(new)  # which the next export removes if this process is killed
-    if target.exists():
-        target.rename(earlier)
-    new.rename(target)
-    sync_folder(target.parent)
-    remove(earlier)

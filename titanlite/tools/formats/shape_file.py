@@ -48,7 +48,9 @@ def checked(config: LlamaConfig) -> LlamaConfig:
     for name in ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size"):
         limit = 1 << 14 if name == "num_layers" else LARGEST
         _require_integer(name, getattr(config, name), limit)
-    _require_real("rope_theta", config.rope_theta, 1e12, above=1)  # YaRN divides by its logarithm
+    _require_real("rope_theta", config.rope_theta, 1e12)
+    if config.rope_theta < 2:  # as the key has it; YaRN divides by the logarithm
+        raise ValueError(f"rope_theta = {config.rope_theta!r:.40}: expected at least 2")
     _require_real("norm_eps", config.norm_eps, 1)
     scaling = config.rope_scaling
     if scaling:
@@ -104,8 +106,6 @@ def _require_integer(name: str, value: object, limit: int) -> None:
         raise ValueError(f"{name} = {value!r:.40}: expected an integer above 0 and below {limit}")
 
 
-def _require_real(name: str, value: float, limit: float, above: int = 0) -> None:
-    if type(value) not in (int, float) or not above < value < limit:
-        raise ValueError(
-            f"{name} = {value!r:.40}: expected a number above {above} and below {limit:g}"
-        )
+def _require_real(name: str, value: float, limit: float) -> None:
+    if type(value) not in (int, float) or not 0 < value < limit:
+        raise ValueError(f"{name} = {value!r:.40}: expected a number above 0 and below {limit:g}")
