@@ -66,8 +66,8 @@ class Updates:
 
 
 def newton_schulz(g: Tensor) -> Tensor:
-    """Jordan's iteration, which gives all singular values of `g` a size near 1."""
-    x = g / g.norm()
+    """Jordan's iteration, which gives all singular values of `g` a size near 1; 0 stays 0."""
+    x = g / g.norm().clamp(min=1e-7)  # an expert that no token has chosen has no gradient
     for _ in range(5):
         if len(g) <= len(g.T):
             x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
