@@ -12,9 +12,8 @@ growth of anonymous memory to its peak during a save or load, in the process tha
 saved it: `titanlite convert STEP model.pt` beside dcp.load with torch.save, and `.safetensors`
 beside torch's consolidate_safetensors_files. torch's do not sync and ours does, so the first pair is
 measured with both synced, and with neither: then ours leaves out fsync and the hint that makes Linux
-write early. titanlite verifies the hashes in each; the comparison
-that `convert` makes afterwards is timed apart, because torch's make none. `--one-file` measures
-this part alone.
+write early. titanlite verifies the hashes in each; the comparison that `convert` makes afterwards is
+timed apart, because torch's make none. `--one-file` measures this part alone.
 Takes ten minutes on two cores, and six times the bytes on the disk of the folder.
 """
 

@@ -5,10 +5,10 @@
 #   findings/dtensor_is_shard_is_false_under_fsdp.sh     needs Python 3.10 to 3.13, and packages from PyPI
 #
 # fully_shard gives a bias or weight whose rows tensor parallel has cut already the placements
-# (_StridedShard(0), Shard(0)). _StridedShard is no subclass of Shard any more (pytorch#167887), so
+# (_StridedShard(0), Shard(0)). Since pytorch#167887 _StridedShard does not derive from Shard, so
 # neither isinstance(placement, Shard) nor the public method is_shard() sees the first axis, and
-# is_replicate() is false as well. Code that sums over the axes with is_shard() leaves that sum out
-# without an error: norms of biases came out too small. Only the attribute `dim` tells.
+# is_replicate() is false as well. Code that sums over the axes with is_shard() leaves that axis out
+# without an error. The attribute `dim` shows that the axis is cut.
 #
 # Seen with torch 2.13.0, Python 3.11 (the same with 2.11.0 and 2.14.1):
 #   placements: (_StridedShard(dim=0, sf=2), Shard(dim=0))

@@ -17,7 +17,7 @@ from runs import curve, train_run
 
 from titanlite.observe import line_file
 from titanlite.observe.line_file import LineFile
-from titanlite.observe.metrics_file import RowReader, truncate_after
+from titanlite.observe.metrics_file import SAMPLES, RowReader, drop_later_lines, truncate_after
 from titanlite.sinks.metric_names import scalars
 
 
@@ -182,3 +182,12 @@ def read_metrics(folder: Path, data: bytes) -> None:
 
 ROWS = [{"step": i, "loss": 2.5, "mfu": None} for i in range(6)]
 FUZZED = {"metrics.jsonl": Reader("text", given(json_lines(ROWS)), read_metrics)}
+
+
+def test_a_rollback_before_the_first_logged_step_drops_what_there_is(tmp_path):
+    """A copied checkpoint may be resumed in a folder without metrics.jsonl."""
+    lines = [f'{{"step": {step}}}\n' for step in (2, 4)]
+    (tmp_path / SAMPLES).write_text("".join(lines))
+    drop_later_lines(tmp_path, 3)
+    assert (tmp_path / SAMPLES).read_text() == lines[0]
+    assert [path.name for path in tmp_path.iterdir()] == [SAMPLES]

@@ -5,8 +5,7 @@ folder, the processes in `profiling.ranks` record some steps, after warmup steps
 Each writes into `traces/`, with N the last recorded step:
 
     step-N-rank-R.json.gz            the trace, for https://ui.perfetto.dev or chrome://tracing
-    step-N-rank-R.txt                PyTorch's table of the operators and kernels that took most
-                                     time
+    step-N-rank-R.txt                PyTorch's table of the slowest operators and kernels
     step-N-rank-R.collectives.json   the last collectives, where torch's flight recorder keeps them
     step-N-rank-R.memory.pickle      on CUDA, with `profiling.memory`: every allocation, for torch's
                                      memory viewer

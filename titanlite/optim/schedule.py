@@ -59,7 +59,7 @@ class Schedule:
         self.total_steps = total_steps
 
     def set_lr(self, step: int) -> float:
-        """Sets the rates of step 1, 2, ...; returns that of `peak_lr`."""
+        """Sets the rates of step 1, 2, ...; returns that of a group with `optimizer.lr`."""
         factor = lr_factor(self.config, step, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = factor * group["peak_lr"]

@@ -147,7 +147,7 @@ def test_processes_that_were_started_end_if_the_next_cannot_be(signals, monkeypa
     [(16, 0, 72), (71, 0, 72), (72, 0, 72), (67, 1, 68), (68, 1, 68), (-1, 0, 72)],
 )
 def test_too_few_open_files_are_refused(monkeypatch, signals, limit, node, needed):
-    """Of a run of two nodes: node 0 serves the store."""
+    """In a run of two nodes only node 0 serves the store."""
     group = ONE._replace(num_nodes=2, node=node)
     monkeypatch.setattr(processes.resource, "getrlimit", lambda kind: (limit, limit))
     if limit >= needed or limit == -1:

@@ -5,8 +5,8 @@ What it is: the output is opened again. Equal bits are not enough: a reader and 
 a mistake, such as a wrong order of rows, agree with each other. So the second Llama of
 `second_llama.py` must compute from the output the logits that titanlite's model computes from the
 source. It uses rows in Hugging Face's order without permuting them. If the source or the output is
-a Hugging Face folder, it reads config.json and the names with readers of its own
-(`second_config.py`, `second_names.py`).
+a Hugging Face folder, separate readers read config.json and the names (`second_config.py`,
+`second_names.py`).
 What it costs: reading both twice, and the source a third time if it is a Hugging Face folder and
 the output is not; memory for one layer, in fp64.
 """
